@@ -1,4 +1,4 @@
-//! The B-tree does what a BTreeMap does.
+//! The B-tree behaves like a BTreeMap.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A file in which anything may have been written where the store keeps its own books is opened or refused, never followed.
+//! A file with arbitrary bytes in the store's bookkeeping is opened or refused, never followed to invalid memory.
 #![no_main]
 
 use forrest::Options;
@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 
 const LIMIT: u64 = 1 << 20;
 const HUGE: u64 = 2 << 20;
-const SEAT: u64 = size_of::<ThreadRecord>() as u64;
+const RECORD: u64 = size_of::<ThreadRecord>() as u64;
 
 fuzz_target!(|data: &[u8]| {
     let path = std::path::PathBuf::from(format!("/dev/shm/forrest-fuzz-{}", std::process::id()));
@@ -22,13 +22,13 @@ fuzz_target!(|data: &[u8]| {
     drop(store);
     let file = std::fs::File::options().read(true).write(true).open(&path).expect("just made");
     let length = file.metadata().expect("just made").len();
-    // Header, seats, table of spans and hints; then what the store has of its own: settings, directory, locks.
+    // Header, thread records, table of spans and hints; then the words of the store: settings, directory, locks.
     let root = length - LIMIT.next_multiple_of(HUGE) - HUGE;
-    let table = 4096 + THREADS_MAX as u64 * SEAT;
+    let table = 4096 + THREADS_MAX as u64 * RECORD;
     let places = [
         (0, 320),
         (4096, 1024),
-        (4096, 2 * SEAT),
+        (4096, 2 * RECORD),
         (table, 32),
         (table, 4096),
         (root, 2048),

@@ -1,4 +1,4 @@
-//! Any sequence of operations on a store does what a std map does.
+//! A store behaves like a std map under any sequence of operations.
 #![no_main]
 
 use forrest::Options;

@@ -15,7 +15,7 @@ fn main() -> Result<(), forrest::Error> {
     let done = store.compare_swap(b"user:7", seen.as_deref(), Some(b"Grace"))?;
     println!("swapped: {done}, now {:?}", store.get(b"user:7"));
 
-    // Many lookups at once overlap their cache misses.
+    // Lookups in a batch overlap their cache misses.
     let keys = ["user:7", "visits", "missing"];
     store.get_many(&keys, |index, value| println!("{}: {} bytes", keys[index], value.map_or(0, <[u8]>::len)));
 

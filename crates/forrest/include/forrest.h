@@ -2,7 +2,7 @@
  * forrest: a key-value store in memory, private to a process or shared by several.
  *
  * Link with -lforrest (pkg-config forrest). All functions may be called by many
- * threads at once, but not by signal handlers, and no thread may be cancelled in
+ * threads concurrently, but not by signal handlers, and no thread may be cancelled in
  * one. A handle is never followed as a pointer: a NULL, closed or invented one
  * gives an error code. After fork the child must open anew. What a function
  * writes to must not overlap the key.

@@ -258,7 +258,7 @@ fn header_and_code_are_equal() {
 }
 
 #[test]
-fn two_copies_of_the_library_in_a_process_know_each_other_s_threads_alive() {
+fn two_copies_of_the_library_in_a_process_see_each_other_s_threads_alive() {
     type Open = unsafe extern "C" fn(*const libc::c_char, *const libc::c_void, *mut *mut libc::c_void) -> libc::c_int;
     type Close = unsafe extern "C" fn(*mut libc::c_void) -> libc::c_int;
     let library = std::ffi::CString::new(built().join("libforrest.so").to_str().unwrap()).unwrap();
@@ -287,7 +287,7 @@ fn two_copies_of_the_library_in_a_process_know_each_other_s_threads_alive() {
 }
 
 #[test]
-fn a_value_needs_no_memory_but_what_the_caller_gives() {
+fn a_value_is_copied_only_into_the_memory_of_the_caller() {
     use forrest::capi::*;
     const BYTES: usize = 256 << 20;
     // SAFETY: the child calls functions of our own, malloc among them, which is usable after fork, and leaves by _exit.
@@ -317,11 +317,11 @@ fn a_value_needs_no_memory_but_what_the_caller_gives() {
             [opened, set, limited, asked, small, copied]
         };
         let right = codes == [0, 0, 0, FORREST_TOO_SMALL, FORREST_TOO_SMALL, FORREST_NO_MEMORY] && length == BYTES;
-        // SAFETY: leaves the child without running destructors of the parent's threads.
+        // SAFETY: _exit ends the child without running destructors of the parent's threads.
         unsafe { libc::_exit(if right && copy.is_null() { 0 } else { 1 }) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child just made.
+    // SAFETY: waitpid writes only the status; the child was just forked.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(status, 0);
 }

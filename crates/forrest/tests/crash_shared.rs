@@ -200,7 +200,7 @@ fn writer(path: &Path, journals: &[Journal], number: usize, seed: u64) -> ! {
             let mut value = None;
             match random(&mut seed) % 3 {
                 0 => value = store.get(&key(other, index)).map(|value| value.to_vec()),
-                // A batch asks for the second home later.
+                // A batch reads the second candidate bucket later.
                 1 => store.get_many(&[key(other, index)], |_, found| value = found.map(<[u8]>::to_vec)),
                 _ => {
                     assert!(held.take().is_none_or(|(held, copy)| *held == copy[..]), "a value changed under a guard");
@@ -328,11 +328,11 @@ fn recoverer_dies(cleanup: &Cleanup, die_after: u64) -> bool {
     if child == 0 {
         fault::arm(die_after);
         Options::new().open_existing_path(&cleanup.path).expect("open").recover();
-        // SAFETY: ends this process at once: nothing of the parent's is to be dropped.
+        // SAFETY: _exit ends this process without running destructors of the parent's objects.
         unsafe { libc::_exit(0) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child just made.
+    // SAFETY: waitpid writes only the status; the child was just forked.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert!(status == 0 || libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "{status:#x}");
     status != 0
@@ -380,7 +380,7 @@ fn main() {
             settle(&store, journals, slot, first_seed);
             start(&mut cleanup, journals, slot, &mut seed, true);
             let mut status = 0;
-            // SAFETY: waits for the child just made.
+            // SAFETY: waitpid writes only the status; the child was just forked.
             unsafe { libc::waitpid(cleanup.children[slot], &raw mut status, 0) };
             cleanup.children[slot] = 0;
             assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "{status:#x}");
@@ -409,9 +409,9 @@ fn main() {
             // The others must continue although no process has recovered the dead one yet.
             let other = (slot + 1) % WORKERS * THREADS + random(&mut seed) as usize % THREADS;
             let before = journals[other].operations.load(Ordering::Relaxed);
-            let patience = Instant::now() + Duration::from_secs(120);
+            let deadline = Instant::now() + Duration::from_secs(120);
             while journals[other].operations.load(Ordering::Relaxed) < before + 20 {
-                assert!(Instant::now() < patience, "writer {other} hangs after a death; seed {first_seed}");
+                assert!(Instant::now() < deadline, "writer {other} hangs after a death; seed {first_seed}");
                 std::thread::sleep(Duration::from_micros(200));
             }
             for slot in 0..WORKERS {

@@ -1,5 +1,5 @@
-//! Keys that somebody chose to hurt: all of one hash, or of like hashes. They cost a bounded number of steps each, and
-//! are answered rightly.
+//! Keys chosen by an attacker: all of one hash, or of similar hashes. Each costs a bounded number of steps, and lookups
+//! stay correct.
 
 use forrest::{Hash, Options, Store, murmur64a};
 
@@ -9,8 +9,8 @@ fn inverse(odd: u64) -> u64 {
     (0..6).fold(odd, |inverse, _| inverse.wrapping_mul(2u64.wrapping_sub(odd.wrapping_mul(inverse))))
 }
 
-/// A key of 16 bytes whose hash under seed 9 is that of every other key made here: the first 8 bytes are chosen freely,
-/// the last 8 then make up for it. This is what an attacker does who knows the seed.
+/// A key of 16 bytes with the same hash under seed 9 as every other key made here: the first 8 bytes are free, the last 8
+/// compensate for them. An attacker that knows the seed can do this.
 fn colliding_key(first: u64) -> [u8; 16] {
     let mix = |word: u64| {
         let word = word.wrapping_mul(M);
@@ -64,7 +64,7 @@ fn keys_of_one_hash_go_by_their_second_hash() {
 }
 
 #[test]
-fn a_keyed_store_does_not_even_notice() {
+fn a_keyed_store_is_not_affected() {
     let store = Options::new().hash(Hash::Keyed).private().unwrap();
     fill_and_check(&store, 20_000);
     assert_eq!(store.check().unwrap().second, 0);
@@ -83,7 +83,7 @@ fn key_of_like_hash(number: u64) -> [u8; 8] {
 
 /// Where a key lies is the store's own secret: keys of like hashes are spread as any others are.
 #[test]
-fn keys_of_like_hashes_lie_apart() {
+fn keys_of_similar_hashes_are_spread() {
     let key = key_of_like_hash;
     assert_eq!(murmur64a(&key(5), 9), 0xabc_def << 40 | 5);
     let store = Store::new().unwrap();

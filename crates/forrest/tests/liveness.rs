@@ -99,7 +99,7 @@ fn counts(store: &Store) -> String {
     format!("threads {}, recoveries {}", stats.thread_count, stats.recovery_count)
 }
 
-/// Takes seats with two threads that stay.
+/// Takes thread records with two threads that keep running.
 fn sit(store: &'static Store) {
     for thread in 0..2u8 {
         let (done, wait) = std::sync::mpsc::channel();
@@ -271,7 +271,7 @@ fn what_a_container_left_is_recovered_when_it_is_gone() {
 }
 
 #[test]
-fn a_process_without_proc_takes_nobody_for_dead_who_lives() {
+fn a_process_without_proc_takes_no_live_process_for_dead() {
     if !can(&["chroot", "/"]) {
         return;
     }
@@ -306,7 +306,7 @@ fn a_death_is_noticed_although_a_forked_child_keeps_the_file() {
 }
 
 #[test]
-fn a_program_that_calls_exec_leaves_nothing_behind() {
+fn a_program_that_calls_exec_is_recovered() {
     let file = File::new("exec");
     // Keeps the others from being alone with the store.
     let store = file.open();
@@ -323,7 +323,7 @@ fn a_program_that_calls_exec_leaves_nothing_behind() {
 }
 
 #[test]
-fn handles_that_come_and_go_take_nothing_from_each_other() {
+fn opening_and_closing_handles_does_not_affect_other_handles() {
     let file = File::new("turns");
     std::thread::scope(|scope| {
         for thread in 0..4u64 {

@@ -1,4 +1,4 @@
-//! Every interleaving of a reader with a writer on one bucket, or on an entry's two homes, by loom, on the code of
+//! Every interleaving of a reader with a writer on one bucket, or on an entry's two candidate buckets, by loom, on the code of
 //! `src/bucket.rs` itself.
 //!
 //! The reader takes the steps of `Table::read_as`, the writer those of `Table::put`, `Table::delete` and
@@ -22,21 +22,21 @@ const OLD: u64 = 0x1_2222_3333_4444;
 const NEW: u64 = 0x9_8888_7777_6666;
 
 /// A lookup; `None` when what was read changed meanwhile and the reader must start over.
-fn look_in(homes: &[&Bucket], remainder: u64) -> Option<Option<u64>> {
-    let heads: Vec<_> = homes.iter().map(|home| home.head(Ordering::Acquire)).collect();
-    for (home, &head) in homes.iter().zip(&heads) {
-        let mask = home.matches(head, remainder);
+fn look_in(buckets: &[&Bucket], remainder: u64) -> Option<Option<u64>> {
+    let heads: Vec<_> = buckets.iter().map(|bucket| bucket.head(Ordering::Acquire)).collect();
+    for (bucket, &head) in buckets.iter().zip(&heads) {
+        let mask = bucket.matches(head, remainder);
         if mask != 0 {
             let slot = mask.trailing_zeros() as usize;
-            let (mark, value) = (home.mark(slot), home.words[slot].load(Ordering::Relaxed));
+            let (mark, value) = (bucket.mark(slot), bucket.words[slot].load(Ordering::Relaxed));
             fence(Ordering::Acquire);
-            let unchanged = home.head(Ordering::Relaxed) == head;
+            let unchanged = bucket.head(Ordering::Relaxed) == head;
             assert!(!unchanged || mark.fits(remainder), "the mark of another entry");
             return unchanged.then_some(Some(value));
         }
     }
     fence(Ordering::Acquire);
-    let unchanged = homes.iter().zip(&heads).all(|(home, &head)| home.head(Ordering::Relaxed) == head);
+    let unchanged = buckets.iter().zip(&heads).all(|(bucket, &head)| bucket.head(Ordering::Relaxed) == head);
     unchanged.then_some(None)
 }
 
@@ -105,31 +105,31 @@ fn an_entry_that_changes_its_kind_is_never_missed() {
 fn moves(look_for: fn(&[&Bucket]) -> Option<Option<u64>>) {
     for from in 0..2 {
         loom::model(move || {
-            let homes = [Arc::new(Bucket::empty()), Arc::new(Bucket::empty())];
-            insert(&homes[from], OLD, 1);
-            let reading = homes.clone();
+            let buckets = [Arc::new(Bucket::empty()), Arc::new(Bucket::empty())];
+            insert(&buckets[from], OLD, 1);
+            let reading = buckets.clone();
             let reader = thread::spawn(move || {
                 let found = look_for(&[&*reading[0], &*reading[1]]);
                 assert!(found != Some(None), "the key was there all the time");
                 assert!(found.is_none_or(|value| value == Some(1)));
             });
-            insert(&homes[1 - from], OLD, 1);
-            delete(&homes[from], 0);
+            insert(&buckets[1 - from], OLD, 1);
+            delete(&buckets[from], 0);
             reader.join().unwrap();
         });
     }
 }
 
 #[test]
-fn a_move_between_homes_is_never_missed() {
-    moves(|homes| look_in(homes, OLD));
+fn a_move_between_candidate_buckets_is_never_missed() {
+    moves(|buckets| look_in(buckets, OLD));
 }
 
-/// Each home looked at for itself is not enough: the test above can fail.
+/// Checking each bucket separately is not enough: the test above can fail.
 #[test]
 #[should_panic(expected = "the key was there all the time")]
-fn a_reader_that_takes_one_home_after_the_other_is_caught() {
-    moves(|homes| match (look(homes[0], OLD), look(homes[1], OLD)) {
+fn a_reader_that_reads_one_bucket_after_the_other_is_caught() {
+    moves(|buckets| match (look(buckets[0], OLD), look(buckets[1], OLD)) {
         (Some(Some(value)), _) | (_, Some(Some(value))) => Some(Some(value)),
         (Some(None), Some(None)) => Some(None),
         _ => None,

@@ -1,5 +1,5 @@
 //! A store with key order answers as a `BTreeMap` does, both ways, whatever the keys' lengths; and threads that insert
-//! and delete at once leave table and order with the same keys.
+//! and delete concurrently leave table and order with the same keys.
 
 use forrest::{Error, Options, Store};
 use proptest::prelude::*;
@@ -186,11 +186,11 @@ fn a_forked_child_is_refused_a_scan() {
         let refused = store.scan::<[u8]>(..).is_err_and(|error| error.to_string().contains("fork"));
         // What it had read before the fork, and no more.
         let ends = begun.count() < 999;
-        // SAFETY: leaves the child without running destructors of the parent's threads.
+        // SAFETY: _exit ends the child without running destructors of the parent's threads.
         unsafe { libc::_exit(i32::from(!(refused && ends))) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child just made.
+    // SAFETY: waitpid writes only the status; the child was just forked.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(status, 0);
     assert_eq!(begun.count(), 999);

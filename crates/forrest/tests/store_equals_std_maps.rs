@@ -163,7 +163,7 @@ fn a_million_keys_grow_and_shrink() {
 
 /// With room made before, inserts make no array anew until there are more entries than that.
 #[test]
-fn room_made_before_is_enough() {
+fn reserved_room_is_enough() {
     const ENTRIES: u64 = 300_000;
     let store = Store::new().unwrap();
     store.set(b"before", b"x").unwrap();
@@ -186,7 +186,7 @@ fn room_made_before_is_enough() {
 }
 
 #[test]
-fn room_that_was_made_goes_with_the_entries() {
+fn reserved_room_shrinks_with_the_entries() {
     let store = Store::new().unwrap();
     store.reserve(300_000).unwrap();
     store.set(b"key", b"value").unwrap();
@@ -197,7 +197,7 @@ fn room_that_was_made_goes_with_the_entries() {
 }
 
 #[test]
-fn room_beyond_the_limit_is_refused_and_the_store_goes_on() {
+fn reserving_beyond_the_limit_is_refused_and_the_store_still_works() {
     let store = Options::new().limit_bytes(4 << 20).private().unwrap();
     store.set(b"key", b"value").unwrap();
     for asked in [1 << 30, u64::MAX] {

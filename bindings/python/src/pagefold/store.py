@@ -39,8 +39,8 @@ def _check(code: int) -> None:
 
 
 def _taker(entries: List[Tuple[bytes, bytes]], raised: List[BaseException], most: Optional[int] = None) -> Any:
-    """A callback that takes entries, at most so many. What is raised in it, by a signal's handler too, ctypes would print and
-    forget, and the entry would be missing."""
+    """A callback that collects at most a given number of entries. It stores exceptions raised in it, also by signal handlers:
+    ctypes would print and drop them, and the entry would be missing."""
 
     def visit(_: Optional[int], key: Optional[int], key_size: int, value: Optional[int], value_size: int) -> int:
         try:
@@ -66,7 +66,7 @@ def library_version() -> str:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a store holds and takes."""
+    """Contents and memory of a store."""
 
     entry_count: int
     allocated_bytes: int
@@ -82,7 +82,7 @@ class Store:
     """A key-value store in memory.
 
     With a name it is shared with every process of this user that opens that name, and outlives them; without one it
-    is private. Any number of threads may use it at once. After a fork the child opens it anew.
+    is private. Any number of threads may use it concurrently. After a fork the child opens it anew.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Store:
         return self._handle
 
     def _read(self, key: bytes) -> Optional[bytes]:
-        # One buffer for each thread: making one costs more than the look-up.
+        # One buffer per thread: allocating a buffer costs more than the lookup.
         try:
             buffer, size, room = _own.buffer, _own.size, _FIRST_READ
         except AttributeError:
@@ -295,7 +295,7 @@ class Store:
             if len(part) < _SCAN_ENTRIES:
                 return
             last = part[-1][0]
-            # The next key after the last is the last with a zero byte behind it.
+            # The next key after the last is the last one with a zero byte appended.
             low, high = (low, last) if reverse else (last + b"\0", high)
 
     def _scan_part(self, low: Optional[bytes], high: Optional[bytes], reverse: bool) -> List[Tuple[bytes, bytes]]:

@@ -1,4 +1,4 @@
-//! What only the inside of a store shows.
+//! Tests that need the inside of a store.
 
 use super::*;
 use crate::bucket::SLOTS;
@@ -7,7 +7,7 @@ use crate::fault;
 use crate::record::Record;
 use crate::table::{Candidates, Place, Spot};
 
-/// A shared store of this test's own, whose file is removed at the end, also of a failed test.
+/// A shared store of this test's own; its file is removed when the test ends, also if it fails.
 struct Shared {
     store: Store,
     path: PathBuf,
@@ -51,7 +51,7 @@ fn the_limit_ends_where_entries_can_point() {
     for limit in [1 << 40, (1 << 40) + 1, 3 << 40, u64::MAX] {
         match Options::new().limit_bytes(limit).pages(Pages::Small).private() {
             Ok(store) => assert!(store.table.arena.data_range().end <= OFFSETS_END, "{limit:#x}"),
-            // So much address space may not be had.
+            // The address space may not be available.
             Err(error) => println!("SKIPPED: a limit of {limit:#x} bytes: {error}"),
         }
     }
@@ -108,7 +108,7 @@ fn a_long_value_stays_while_it_is_copied() {
     other.trim().unwrap();
     assert_eq!(other.stats().held_bytes, store.stats().held_bytes);
     assert_eq!(store.check().unwrap().lost_blocks, 0);
-    // Without a hazard to be had a reader notices afterwards, as with a short value.
+    // Without a free hazard a reader notices the change afterwards, as with a short value.
     store.set(b"held", &[1; 5000]).unwrap();
     let held: Vec<_> = (0..arena::HAZARDS).map(|_| store.get_ref(b"held").unwrap()).collect();
     store.set(b"long", &value).unwrap();
@@ -119,7 +119,7 @@ fn a_long_value_stays_while_it_is_copied() {
     assert!(!read(b"short").0);
 }
 
-/// The segment that the next tests look into.
+/// The segment that the next tests use.
 #[cfg(any(debug_assertions, pagefold_stress))]
 const SEGMENT: usize = 7;
 
@@ -131,7 +131,7 @@ fn entries(store: &Store) -> Vec<(Place, u64)> {
 }
 
 #[cfg(any(debug_assertions, pagefold_stress))]
-fn homes(store: &Store, remainder: u64) -> Candidates {
+fn candidates_of(store: &Store, remainder: u64) -> Candidates {
     Candidates::of(remainder, store.table.dir(SEGMENT, Ordering::Relaxed).buckets())
 }
 
@@ -141,13 +141,13 @@ fn key_at(store: &Store, remainder: u64) -> [u8; 8] {
     store.table.hasher.word_of(Spot { segment: SEGMENT, remainder }.hash())
 }
 
-/// A key of 8 bytes in another segment: by it a process takes its seat.
+/// A key of 8 bytes in another segment: a process registers with it.
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn elsewhere(store: &Store) -> [u8; 8] {
     store.table.hasher.word_of(Spot { segment: SEGMENT + 1, remainder: 1 }.hash())
 }
 
-/// A shared store whose segment has so many entries, and how many there are in each bucket.
+/// A shared store with `count` entries in the segment, and how many there are in each bucket.
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn filled(what: &str, count: u64, value: impl Fn(u64) -> Vec<u8>) -> (Shared, Vec<usize>) {
     let shared = Shared::new(what);
@@ -160,18 +160,18 @@ fn filled(what: &str, count: u64, value: impl Fn(u64) -> Vec<u8>) -> (Shared, Ve
     (shared, counts)
 }
 
-/// One dies with an entry in two places, the second in a record; then the one who cleans up after him dies as well,
-/// at each point in turn. Whoever comes next finishes both, and frees the record once.
+/// A writer dies with an entry in two places, the second in a record. Then the recovering process dies as well, at each kill
+/// point in turn. The next recovery finishes both, and frees the record once.
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn recoverers_may_be_killed_too() {
-    // A segment of records, one of which lies in its second home, which is full, while its first one has a free slot: it
-    // moves there when its value becomes short.
+    // A segment of records. One of them lies in its second candidate bucket, which is full, while its first has a free slot:
+    // it moves there when its value becomes short.
     let prepare = || {
         let (shared, counts) = filled("recoverers", 400, |_| vec![1; 100]);
         let store = &shared.store;
         let away = |&(place, remainder): &(Place, u64)| {
-            let candidates = homes(store, remainder);
+            let candidates = candidates_of(store, remainder);
             place.bucket != candidates.first && counts[place.bucket] == SLOTS && counts[candidates.first] < SLOTS
         };
         let remainder = entries(store).into_iter().find(away).unwrap().1;
@@ -207,7 +207,7 @@ fn recoverers_may_be_killed_too() {
             let report = store.check().unwrap_or_else(|wrong| panic!("{at}: {wrong}"));
             assert!(report.lost_blocks <= 1, "{at}: {} blocks lost", report.lost_blocks);
             assert_eq!(store.get(&moving).unwrap(), b"short", "{at}");
-            // Each new record must lie where none is.
+            // Each new record must lie where no other record is.
             for number in 0..200u64 {
                 store.set(&number.to_le_bytes(), &[2; 100]).unwrap();
             }
@@ -225,21 +225,21 @@ fn recoverers_may_be_killed_too() {
     assert!(twice > 5, "{twice} recoveries of a double entry");
 }
 
-/// One dies while he moves an entry that is in another's way, a record or not, at each point in turn; then the one who
-/// cleans up after him. All entries are what they were, each in one place, and no record is freed.
+/// A writer dies while it displaces an entry, a record or not, at each kill point in turn; then the recovering process dies.
+/// All entries keep their values, each in one place, and no record is freed.
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
-fn who_moves_an_entry_may_be_killed() {
+fn a_writer_may_be_killed_while_it_displaces_an_entry() {
     let value = |number: u64| if number.is_multiple_of(2) { vec![number as u8; 8] } else { vec![number as u8; 50] };
     let mut doubles = 0;
     for first in 1.. {
         let mut is_over = false;
         for second in 1.. {
-            // Few enough not to be copied meanwhile, and so many that some buckets are full.
+            // Few enough that the array is not copied meanwhile, and enough that some buckets are full.
             let (shared, counts) = filled("moves", 500, value);
             let store = &shared.store;
             let is_crowded = |remainder: &u64| {
-                let candidates = homes(store, *remainder);
+                let candidates = candidates_of(store, *remainder);
                 candidates.first != candidates.second
                     && counts[candidates.first] == SLOTS
                     && counts[candidates.second] == SLOTS
@@ -283,8 +283,8 @@ fn who_moves_an_entry_may_be_killed() {
     assert!(doubles > 5, "{doubles} entries were in two places");
 }
 
-/// Reads a value, but another process replaces it, and dies at some point of that, when the record has just been found;
-/// he is cleaned up after, and the memory of the record serves again.
+/// Reads a value; when the record has just been found, another process replaces the value and dies at some kill point. That
+/// process is recovered, and the memory of the record is reused.
 #[cfg(any(debug_assertions, pagefold_stress))]
 struct Bereaved<'a> {
     shared: &'a Shared,
@@ -310,7 +310,7 @@ impl Sink for Bereaved<'_> {
                 fault::arm(0);
             });
             self.shared.store.recover();
-            // Odd ones: none of these inserts has a segment copied.
+            // Odd remainders: none of these inserts triggers the copy of a segment.
             for number in 1..=8u64 {
                 let (store, remainder) = (&self.shared.store, number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12 | 1);
                 let other = store.table.hasher.word_of(Spot { segment: SEGMENT + 1, remainder }.hash());
@@ -322,10 +322,10 @@ impl Sink for Bereaved<'_> {
     }
 }
 
-/// Who replaces a record dies before the bucket says so: a reader who has the old one in his hand finds out.
+/// A writer replaces a record and dies before it changes the header: a reader of the old record starts over.
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
-fn who_reads_what_a_dead_one_replaced_starts_over() {
+fn a_reader_of_a_record_that_a_dead_writer_replaced_starts_over() {
     let mut seen = std::collections::HashSet::new();
     for point in 1.. {
         let shared = Shared::new("bereaved");
@@ -346,17 +346,17 @@ fn who_reads_what_a_dead_one_replaced_starts_over() {
     assert_eq!(seen.len(), 2);
 }
 
-/// A segment is filled until it must grow, and emptied again, over and over: entries move between their homes, and to other
-/// arrays. Those that are there all the time are seen by whatever looks for them, each once, and none loses a change.
+/// A segment is repeatedly filled until it must grow, and emptied again: entries move between their candidate buckets and to
+/// other arrays. Every lookup and iteration sees the permanent entries, each once, and no change of them is lost.
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
-fn an_entry_that_moves_is_always_there_and_once() {
-    // Each of few is looked for often; of many there are always some whose homes are full.
+fn a_moving_entry_is_always_found_exactly_once() {
+    // With few entries each is looked up often; with many, some always have full candidate buckets.
     moves_beside(24);
     moves_beside(120);
 }
 
-/// As above, with so many entries that are there all the time.
+/// The same with `count` permanent entries.
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn moves_beside(count: u64) {
     use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64};
@@ -367,7 +367,7 @@ fn moves_beside(count: u64) {
     let numbers = (0u32..).map(|number| format!("a key of more bytes {number}").into_bytes());
     let long: Vec<_> = numbers.filter(|key| store.segment_of(key) == SEGMENT).take(6).collect();
     let stay: Vec<Vec<u8>> = short.into_iter().chain(long).collect();
-    // By its length the value of each tells how often it was written, and a mixture of two tells itself.
+    // The length of a value tells how often it was written, and a mixture of two values is recognised.
     let value = |at: usize, turn: usize| vec![(at * 3 + turn % 3) as u8; [8, 5, 30][turn % 3]];
     let is_value = |at: usize, found: &[u8]| (0..3).any(|turn| found == value(at, turn));
     let counters: Vec<_> = (0..ADDS as u64).map(|number| key_at(store, number_of(500 + number))).collect();
@@ -379,7 +379,7 @@ fn moves_beside(count: u64) {
     let going = || !ended.load(Ordering::Relaxed);
     let wanted = 1_000_000 / count;
     let passes = &[const { AtomicU64::new(0) }; 2];
-    /// Ends the others when it goes, also in a panic.
+    /// Stops the other threads when dropped, also in a panic.
     struct End<'a>(&'a AtomicBool);
     impl Drop for End<'_> {
         fn drop(&mut self) {
@@ -462,7 +462,7 @@ fn moves_beside(count: u64) {
 }
 
 #[test]
-fn a_forked_child_is_refused_changes_that_another_thread_was_at() {
+fn a_forked_child_cannot_change_what_another_thread_was_changing() {
     let store = &Options::new().ordered().private().unwrap();
     let hash = store.table.hasher.first(b"key");
     let (begun, go_on) = (&std::sync::Barrier::new(2), &std::sync::Barrier::new(2));
@@ -480,7 +480,7 @@ fn a_forked_child_is_refused_changes_that_another_thread_was_at() {
         // SAFETY: the child reads memory, takes no lock of other threads and leaves by _exit.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: ends the child if it waits for a thread that it does not have.
+            // SAFETY: alarm takes no pointers; it ends the child if that waits for a thread that it does not have.
             unsafe { libc::alarm(60) };
             let forked = |error: Error| matches!(error, Error::Arena(arena::Error::Forked));
             let refused = store.set(b"key", b"1").is_err_and(forked)
@@ -489,19 +489,19 @@ fn a_forked_child_is_refused_changes_that_another_thread_was_at() {
                 && store.delete(b"key").is_err_and(forked)
                 && store.take(b"key").is_err_and(forked)
                 && store.compare_swap(b"key", None, Some(b"1")).is_err_and(forked);
-            // SAFETY: leaves the child without running destructors of the parent's threads.
+            // SAFETY: _exit ends the child without running destructors of the parent's threads.
             unsafe { libc::_exit(i32::from(!refused)) };
         }
-        // SAFETY: waits for the child just made.
+        // SAFETY: waitpid writes only the status; the child was just forked.
         unsafe { libc::waitpid(child, &raw mut status, 0) };
         go_on.wait();
     });
     assert_eq!(status, 0);
 }
 
-/// A signal's handler calls exit, as many do, while the thread that it interrupts holds a lock.
+/// A signal handler calls exit, as many do, while the thread that it interrupts holds a lock.
 #[test]
-fn who_exits_inside_a_call_leaves_what_a_death_would() {
+fn exit_inside_a_call_is_recovered_like_a_death() {
     let shared = Shared::new("exit");
     let hash = shared.store.table.hasher.first(b"key");
     // SAFETY: the child opens the store anew and ends inside of it.
@@ -520,7 +520,7 @@ fn who_exits_inside_a_call_leaves_what_a_death_would() {
     }
     assert_eq!(status, 0);
     shared.store.set(b"key", b"value").unwrap();
-    // SAFETY: as above.
+    // SAFETY: waitpid writes only the status; the child was forked above.
     unsafe { libc::alarm(0) };
     assert_eq!((shared.store.stats().recovery_count, shared.store.stats().thread_count), (1, 1));
     assert_eq!(shared.store.check().unwrap().entries, 1);
@@ -534,9 +534,9 @@ fn a_store_with_a_damaged_page_is_refused() {
     let damages: [(&str, Damage); 6] = [
         ("a directory of ones", Box::new(outside(!(1 << 52)))),
         ("buckets before the data", Box::new(outside(1 << 34 | 1))),
-        ("buckets behind the end", Box::new(outside((200_000 << 34) | (1 << 20)))),
-        ("a lock of a free seat", Box::new(locked(900 << 48))),
-        ("a lock of no seat", Box::new(locked(0xffff << 48))),
+        ("buckets beyond the end", Box::new(outside((200_000 << 34) | (1 << 20)))),
+        ("a lock of a free thread record", Box::new(locked(900 << 48))),
+        ("a lock of no thread record", Box::new(locked(0xffff << 48))),
         ("more entries than room", Box::new(locked(1 << 30))),
     ];
     for (what, damage) in damages {
@@ -588,7 +588,7 @@ impl Sink for Overtaken<'_> {
 }
 
 #[test]
-fn who_reads_a_long_value_is_late_once() {
+fn a_reader_of_a_long_value_retries_once() {
     let store = Options::new().limit_bytes(256 << 20).private().unwrap();
     store.set(b"long", &[0; 1 << 20]).unwrap();
     let mut sink = Overtaken { store: &store, key: b"long", times: 0, value: Vec::new() };
@@ -598,7 +598,7 @@ fn who_reads_a_long_value_is_late_once() {
 }
 
 #[test]
-fn lookups_of_many_leave_memory_alone_that_their_caller_freed() {
+fn batched_lookups_do_not_touch_memory_that_the_callback_freed() {
     let shared = Shared::of("many", 256 << 20);
     let (store, other) = (&shared.store, &shared.again());
     for number in 0..1_000_000u64 {
@@ -623,7 +623,7 @@ fn a_store_is_opened_without_looking_at_its_blocks() {
     for number in 0..100_000u32 {
         shared.store.set(&number.to_le_bytes(), &[1; 300]).unwrap();
     }
-    // The only mapping of the file is that of the next handle.
+    // Drop this handle, so that the next one has the only mapping of the file.
     shared.store = Store::new().unwrap();
     let store = shared.again();
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
@@ -631,7 +631,7 @@ fn a_store_is_opened_without_looking_at_its_blocks() {
     let mut lines = smaps.lines().skip_while(|line| !line.ends_with(path));
     let resident = lines.find(|line| line.starts_with("Rss:")).unwrap();
     let kib: u64 = resident.split_whitespace().nth(1).unwrap().parse().unwrap();
-    // With the bitmap of each span come pages around it: more than a tenth of what there is.
+    // Reading the bitmap of each span would fault in pages around it: more than a tenth of the store.
     // All of them are 30 MiB, and a page may be a huge one.
     assert!(kib < 10 << 10, "{kib} KiB were looked at");
     assert_eq!(store.len(), 100_000);
@@ -649,18 +649,18 @@ fn a_store_larger_than_files_may_be_is_an_error() {
         // SAFETY: passes a structure of ours.
         unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) };
         let refused = Options::new().create_path(&path).is_err_and(|error| error.to_string().contains("ulimit -f"));
-        // SAFETY: leaves the child without running destructors of the parent's threads.
+        // SAFETY: _exit ends the child without running destructors of the parent's threads.
         unsafe { libc::_exit(i32::from(!refused || path.exists())) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child just made.
+    // SAFETY: waitpid writes only the status; the child was just forked.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     let _ = std::fs::remove_file(&path);
     assert_eq!(status, 0);
 }
 
 #[test]
-fn pages_of_arrays_that_are_gone_go_with_later_writes() {
+fn pages_of_freed_arrays_go_back_with_later_writes() {
     let shared = Shared::of("idle", 256 << 20);
     let store = &shared.store;
     let blocks = || std::fs::metadata(&shared.path).unwrap().blocks();
@@ -672,10 +672,10 @@ fn pages_of_arrays_that_are_gone_go_with_later_writes() {
     let thread = store.table.thread().unwrap();
     (0..SEGMENTS).for_each(|segment| assert!(store.table.clear_segment(&thread, segment) < 500_000));
     assert!(store.is_empty());
-    let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
-    // What is kept for the next who needs some, and what this takes itself.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    // Free spans kept for the next claims, and the memory that this thread takes itself.
     while blocks() > empty + (8 << 20) / 512 {
-        assert!(std::time::Instant::now() < patience, "{} of 512 bytes stay, {empty} when it was empty", blocks());
+        assert!(std::time::Instant::now() < deadline, "{} of 512 bytes stay, {empty} when it was empty", blocks());
         // No array goes with these.
         for number in 0..1000u64 {
             store.set(b"another", &number.to_le_bytes()).unwrap();
@@ -684,12 +684,12 @@ fn pages_of_arrays_that_are_gone_go_with_later_writes() {
 }
 
 #[test]
-fn memory_that_an_ended_thread_left_under_a_guard_serves_before_the_limit() {
+fn memory_of_an_ended_thread_under_a_guard_is_reused_before_the_limit() {
     let store = Options::new().limit_bytes(64 << 20).private().unwrap();
     let value = vec![1; 34 << 20];
     store.set(b"large", &value).unwrap();
     let held = store.get_ref(b"large").unwrap();
-    // He replaces it and ends; what the guard reads waits in his seat.
+    // The thread replaces the value and ends; the block that the guard reads stays retired in the thread's record.
     std::thread::scope(|scope| scope.spawn(|| store.set(b"large", b"small").unwrap()).join().unwrap());
     assert!(store.set(b"large", &value).is_err_and(|error| error.is_full()));
     assert!(*held == value[..]);
@@ -698,7 +698,7 @@ fn memory_that_an_ended_thread_left_under_a_guard_serves_before_the_limit() {
 }
 
 #[test]
-fn memory_that_an_ended_thread_left_under_a_guard_goes_back_by_trim() {
+fn memory_of_an_ended_thread_under_a_guard_goes_back_by_trim() {
     let store = Options::new().limit_bytes(64 << 20).private().unwrap();
     store.set(b"large", &vec![1; 34 << 20]).unwrap();
     let held = store.get_ref(b"large").unwrap();
@@ -720,7 +720,7 @@ fn a_full_segment_says_so_and_holds_what_it_can() {
     let refused = (0..2_200_000u64).map(|number| (number, store.set(&key(number), b"")));
     let (count, error) = refused.into_iter().find_map(|(number, set)| Some((number, set.err()?))).unwrap();
     assert!(error.is_full() && error.to_string().contains("Keyed"), "{error}");
-    // Most of the 262,143 buckets of eight that there can be, however the last one comes to be full.
+    // Most of the 262,143 possible buckets of eight, whichever of them is full last.
     assert!(count > 1_900_000, "{count} entries");
     assert_eq!(store.len(), count);
     assert!((0..count).all(|number| store.contains(&key(number))));
@@ -729,9 +729,9 @@ fn a_full_segment_says_so_and_holds_what_it_can() {
 }
 
 #[test]
-fn keys_that_nothing_tells_apart_do_not_take_all_memory() {
+fn keys_of_equal_hashes_do_not_take_all_memory() {
     let store = Store::new().unwrap();
-    // All have the same two homes, whatever the length of the array.
+    // All have the same two candidate buckets, whatever the length of the array.
     let key = |number: u64| store.table.hasher.word_of(Spot { segment: 3, remainder: number }.hash());
     let set = (0..100).take_while(|&number| store.set(&key(number), b"1").is_ok()).count() as u64;
     assert!((8..=2 * SLOTS as u64).contains(&set), "{set}");

@@ -94,7 +94,7 @@ impl ThreadRecord {
         std::sync::atomic::fence(Ordering::SeqCst);
     }
 
-    /// Ends the announcement of [`Seat::hazard_set`].
+    /// Ends the announcement of [`ThreadRecord::hazard_set`].
     #[inline]
     pub fn hazard_clear(&self, index: usize) {
         // Release: our reads of the block happen before it is freed; pairs with the acquire load of the hazard in

@@ -41,7 +41,7 @@ pub(super) unsafe fn count_below(keys: *const u64, count: usize, key: u64, or_eq
                     "shl {last}, 32",
                     "or {below:e}, {middle:e}",
                     "or {below}, {last}",
-                    "bzhi {below}, {below}, {count}", // keys behind the last are no keys
+                    "bzhi {below}, {below}, {count}", // words after the last key are no keys
                     "popcnt {below}, {below}",
                     key = in(reg) key,
                     keys = in(reg) keys,

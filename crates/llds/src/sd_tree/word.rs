@@ -185,7 +185,7 @@ impl Control {
                 return (half, slot);
             }
         }
-        unreachable!("a moving node has a link whose slot is not yet one")
+        unreachable!("a moving node has a link code for a slot that is not a link yet")
     }
 }
 
