@@ -1,4 +1,4 @@
-//! The same from code: a program that opts in, without anything preloaded.
+//! Clients by code: a program that opts in, without the preloaded library.
 //!
 //! ```no_run
 //! use pagefold_agent::client::{Client, Region};
@@ -6,15 +6,13 @@
 //! let client = Client::connect("/run/pagefold/daemon.sock".as_ref(), "default")?;
 //! let mut region = Region::new(&client, 64 << 20)?;
 //! region[..5].copy_from_slice(b"hello");
-//! // Pages of the region that equal those of other clients are one page now, soon.
+//! // Pages of the region that equal pages of other clients are merged soon.
 //! # Ok::<(), pagefold_agent::client::ConnectError>(())
 //! ```
 //!
-//! A [`Region`] owns its memory, so nothing else unmaps or discards it, and the
-//! agent needs to follow no calls. The process must not call fork(2) without
-//! exec(2) while regions exist: without the preloaded form nobody would keep
-//! pages from being away at that moment. [`Region::discard`] is there for what
-//! `MADV_DONTNEED` does.
+//! A [`Region`] owns its memory, so no other code unmaps or discards it, and the agent needs to follow no calls. The process must not
+//! call fork(2) without exec(2) while regions exist: only the preloaded library keeps pages from being frozen at that moment.
+//! [`Region::discard`] replaces `MADV_DONTNEED`.
 
 use crate::address_space::anonymous::replace_merged;
 use crate::address_space::maps::Maps;
@@ -54,7 +52,7 @@ impl core::error::Error for ConnectError {}
 #[derive(Debug)]
 pub struct Client(());
 
-/// Tells threads apart for the guard: the address of a thread's own variable.
+/// Tells threads apart for the mapping lock: the address of a thread's own variable.
 fn me() -> usize {
     std::thread_local!(static HERE: u8 = const { 0 });
     HERE.with(|here| core::ptr::from_ref(here) as usize)
@@ -108,7 +106,7 @@ pub struct ColdOptions {
     pub tier_max_bytes: u64,
 }
 
-/// Memory whose equal pages are merged: private, zeroed at first, writable like any.
+/// Memory that is merged with equal pages of other clients: private, zeroed at first, writable like any.
 #[derive(Debug)]
 pub struct Region {
     map: mem::Mapping,
@@ -122,7 +120,7 @@ impl Region {
     pub fn new(_client: &Client, len: usize) -> Result<Region, ConnectError> {
         let map = mem::Mapping::anonymous(len.max(1)).map_err(ConnectError::System)?;
         let region = Region { map };
-        let held = SHARED.guard.lock(me());
+        let held = SHARED.mapping_lock.lock(me());
         SHARED.tables(&held).table.change(region.range(), |note| note.mergeable = true);
         drop(held);
         SHARED.changed();
@@ -143,10 +141,10 @@ impl Region {
         if range.is_empty() {
             return;
         }
-        let held = SHARED.guard.lock(me());
+        let held = SHARED.mapping_lock.lock(me());
         let replaced = Maps::open().and_then(|maps| {
             replace_merged(&maps, range, None, Some(SHARED.tables(&held).table), |_, _, _| {})?;
-            // SAFETY: the range is ours, and `&mut self` says that nobody refers to it.
+            // SAFETY: the range is the region's, and `&mut self` excludes other references.
             unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) }
         });
         drop(held);
@@ -168,18 +166,18 @@ impl Deref for Region {
 
 impl DerefMut for Region {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `&mut self` is the only way to write.
+        // SAFETY: the mapping lives as long as `self`, and `&mut self` is the only way to write.
         unsafe { core::slice::from_raw_parts_mut(self.map.as_ptr(), self.map.len()) }
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        let held = SHARED.guard.lock(me());
+        let held = SHARED.mapping_lock.lock(me());
         SHARED.tables(&held).table.forget(self.range());
-        // The mapping is unmapped while the guard is held, so that it is not in the agent's hands.
-        // SAFETY: nobody refers to the region any more. `Mapping::drop` will unmap the same addresses again, which is
-        // harmless only while they stay unused: so replace the range by an empty mapping instead of unmapping it.
+        // The mapping is unmapped while the mapping lock is held, so that no page of it is frozen.
+        // SAFETY: no reference to the region is left. `Mapping::drop` will unmap the same addresses again, which is harmless only while
+        // they stay unused. So this replaces the range by an empty mapping instead of unmapping it.
         let _ = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
             mem::map(self.map.addr(), self.map.len() as u64, libc::PROT_NONE, flags, -1, 0)

@@ -1,10 +1,8 @@
-//! The guard: whoever changes the address space and the agent exclude each other.
+//! The mapping lock: the agent and calls that change the address space exclude each other.
 //!
-//! The agent holds it from the moment it takes pages away until they are back
-//! or mapped; interposed calls hold it around the system call. It is one word:
-//! who holds it, and whether somebody waits. So there is no moment in which it
-//! is held by nobody known, and a signal handler that interrupts its own thread
-//! anywhere passes through instead of waiting for itself.
+//! The agent holds it from the moment it takes pages away until they are back or mapped; interposed calls hold it around the system
+//! call. It is one word: its owner, and whether a thread waits. So there is no moment in which its owner is unknown, and a signal
+//! handler that interrupts its own thread anywhere passes through instead of waiting for itself.
 
 #[cfg(not(loom))]
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -13,12 +11,12 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 #[cfg(not(loom))]
 use pagefold_os::syscall;
 
-/// Bit of the word: somebody waits. Who waits sets it, who frees the guard looks at it.
+/// Bit of the word: a thread waits. A waiter sets it, and the owner looks at it when it frees the lock.
 const WAITED_FOR: u64 = 1;
 
 /// A lock that can be taken again by its owner.
 #[derive(Debug)]
-pub struct Guard {
+pub struct MappingLock {
     /// 0 free; else the holder, any number but 0 that tells threads apart, above [`WAITED_FOR`].
     word: AtomicU64,
     /// How often the holder took it again. A handler leaves it as it found it, so the holder's load and store may be
@@ -26,35 +24,35 @@ pub struct Guard {
     again: AtomicU32,
 }
 
-/// Proof that the guard is held.
+/// Proof that the mapping lock is held.
 #[derive(Debug)]
-pub struct Held<'a> {
-    guard: &'a Guard,
+pub struct MappingLockGuard<'a> {
+    guard: &'a MappingLock,
     nested: bool,
 }
 
-impl Held<'_> {
+impl MappingLockGuard<'_> {
     /// True if an outer frame of the same thread holds it too: what waits for the agent would wait for ever.
     pub fn is_nested(&self) -> bool {
         self.nested
     }
 }
 
-impl Guard {
-    /// Makes a free guard.
+impl MappingLock {
+    /// Makes a free lock.
     #[cfg(not(loom))]
-    pub const fn new() -> Guard {
-        Guard { word: AtomicU64::new(0), again: AtomicU32::new(0) }
+    pub const fn new() -> MappingLock {
+        MappingLock { word: AtomicU64::new(0), again: AtomicU32::new(0) }
     }
 
-    /// Makes a free guard.
+    /// Makes a free lock.
     #[cfg(loom)]
-    pub fn new() -> Guard {
-        Guard { word: AtomicU64::new(0), again: AtomicU32::new(0) }
+    pub fn new() -> MappingLock {
+        MappingLock { word: AtomicU64::new(0), again: AtomicU32::new(0) }
     }
 
-    /// Takes the guard for `me` if it is free (or already held by `me`).
-    pub fn try_lock(&self, me: usize) -> Option<Held<'_>> {
+    /// Takes the mapping lock for `me` if it is free (or already held by `me`).
+    pub fn try_lock(&self, me: usize) -> Option<MappingLockGuard<'_>> {
         self.take(me, 0).ok()
     }
 
@@ -62,27 +60,27 @@ impl Guard {
     ///
     /// # Errors
     /// The word, if another holds it.
-    fn take(&self, me: usize, bits: u64) -> Result<Held<'_>, u64> {
+    fn take(&self, me: usize, bits: u64) -> Result<MappingLockGuard<'_>, u64> {
         let mine = (me as u64) << 1;
         // Acquire pairs with the release in `unlock`: we see the address space as the last holder left it.
         match self.word.compare_exchange(0, mine | bits, Ordering::Acquire, Ordering::Relaxed) {
-            Ok(_) => Ok(Held { guard: self, nested: false }),
+            Ok(_) => Ok(MappingLockGuard { guard: self, nested: false }),
             // Only this thread makes the word its own or frees it.
             Err(word) if word & !WAITED_FOR == mine => {
                 self.again.store(self.again.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-                Ok(Held { guard: self, nested: true })
+                Ok(MappingLockGuard { guard: self, nested: true })
             }
             Err(word) => Err(word),
         }
     }
 
-    /// Takes the guard for `me`, waiting while another holds it.
-    pub fn lock(&self, me: usize) -> Held<'_> {
+    /// Takes the mapping lock for `me`, waiting while another holds it.
+    pub fn lock(&self, me: usize) -> MappingLockGuard<'_> {
         self.lock_serving(me, || {})
     }
 
-    /// Takes the guard for `me`; calls `serve` about every 50 us while waiting.
-    pub fn lock_serving(&self, me: usize, mut serve: impl FnMut()) -> Held<'_> {
+    /// Takes the mapping lock for `me`; calls `serve` about every 50 us while waiting.
+    pub fn lock_serving(&self, me: usize, mut serve: impl FnMut()) -> MappingLockGuard<'_> {
         let mut bits = 0;
         loop {
             let word = match self.take(me, bits) {
@@ -132,12 +130,12 @@ impl Guard {
     #[cfg(loom)]
     fn wake(&self) {}
 
-    /// True if `me` holds the guard.
+    /// True if `me` holds the mapping lock.
     pub fn is_held_by(&self, me: usize) -> bool {
         self.word.load(Ordering::Relaxed) & !WAITED_FOR == (me as u64) << 1
     }
 
-    /// Makes the guard free in a forked child, whatever it was in the parent, but for what outer frames of `me` hold there
+    /// Makes the mapping lock free in a forked child, whatever it was in the parent, but for what outer frames of `me` hold there
     /// too: they go on in the child.
     pub fn reset(&self, me: usize) {
         if !self.is_held_by(me) {
@@ -146,7 +144,7 @@ impl Guard {
         }
     }
 
-    /// Undoes one forgotten [`Held`] of `me`; outer frames hold the guard as before.
+    /// Undoes one forgotten [`MappingLockGuard`] of `me`; outer frames hold the mapping lock as before.
     pub fn unlock_forgotten(&self, me: usize) {
         if self.is_held_by(me) {
             self.unlock();
@@ -166,13 +164,13 @@ impl Guard {
     }
 }
 
-impl Default for Guard {
+impl Default for MappingLock {
     fn default() -> Self {
-        Guard::new()
+        MappingLock::new()
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for MappingLockGuard<'_> {
     fn drop(&mut self) {
         self.guard.unlock();
     }
@@ -185,7 +183,7 @@ mod tests {
 
     #[test]
     fn only_one_holds_it_and_its_owner_passes() {
-        static GUARD: Guard = Guard::new();
+        static GUARD: MappingLock = MappingLock::new();
         static INSIDE: AtomicU64 = AtomicU64::new(0);
         std::thread::scope(|scope| {
             for me in 1..=4 {
@@ -204,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_fork_in_a_handler_leaves_the_interrupted_frame_its_hold() {
-        let guard = Guard::new();
+        let guard = MappingLock::new();
         let outer = guard.lock(2);
         for child in [false, true] {
             core::mem::forget(guard.lock(2));
@@ -222,10 +220,10 @@ mod tests {
         assert!(guard.try_lock(4).is_some());
     }
 
-    /// Signals come between any two instructions of a thread that takes the guard and frees it, and take it too.
+    /// Signals come between any two instructions of a thread that takes the mapping lock and frees it, and take it too.
     #[test]
     fn a_handler_passes_wherever_it_interrupts() {
-        static GUARD: Guard = Guard::new();
+        static GUARD: MappingLock = MappingLock::new();
         static SIGNALS: AtomicU64 = AtomicU64::new(0);
         const ME: usize = 7;
         extern "C" fn handle(_: libc::c_int) {
@@ -238,7 +236,7 @@ mod tests {
         static ENDS: AtomicU64 = AtomicU64::new(0);
         // Not scoped: a thread that is stuck must not hold up the test that says so.
         std::thread::spawn(|| {
-            // SAFETY: takes nothing.
+            // SAFETY: the call takes no arguments.
             TARGET.store(unsafe { libc::pthread_self() } as u64, Ordering::Release);
             while ENDS.load(Ordering::Acquire) == 0 {
                 drop(GUARD.lock(ME));

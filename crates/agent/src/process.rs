@@ -1,7 +1,7 @@
-//! Whose memory this is: a child's, a process's own, or lent by a parent.
+//! Which process the memory belongs to: a forked child, the process itself, or a parent that lends it.
 //!
-//! A process may be forked by a call that nobody saw, so it is told apart by a page that the kernel wipes in children. One that
-//! shares its parent's memory, as vfork(2) makes them, is told apart by its number: the agent there is the parent's.
+//! A raw call may fork a process unseen, so a page that the kernel wipes in children tells a child apart. A child that shares its parent's
+//! memory, as vfork(2) makes them, is told apart by its process id: the agent there is the parent's.
 
 use crate::owned_ranges::{self, Owned};
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
@@ -21,12 +21,12 @@ fn origin() -> Option<&'static AtomicU32> {
     }
 }
 
-/// The process whose memory this is, 0 if that is not known.
+/// The process that owns this memory, 0 if that is not known.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 
 /// Not the C library's: a child that has this memory may have been made behind that.
 fn process() -> i32 {
-    // SAFETY: takes nothing.
+    // SAFETY: the call takes no arguments.
     unsafe { syscall!(libc::SYS_getpid) }.map_or(0, |pid| pid as i32)
 }
 

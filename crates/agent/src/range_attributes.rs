@@ -1,6 +1,6 @@
 //! What the program told us about its memory: included and excluded ranges, and where merged pages lie.
 //!
-//! Fixed arrays, no allocation. Everything here is touched only while the guard is held; as a signal handler holds it if its thread
+//! Fixed arrays, no allocation. Everything here is touched only while the mapping lock is held; as a signal handler holds it if its thread
 //! does, none runs while a table changes.
 //!
 //! What the program asked to be left alone, has locked, marked and the like is never forgotten; what it merely wants managed is,
@@ -22,7 +22,7 @@ pub static CROWDED: AtomicBool = AtomicBool::new(false);
 
 /// What is known about a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Note {
+pub struct Attributes {
     /// Managed because the program asked for it.
     pub mergeable: bool,
     /// Left alone because the program asked for it, or marked it as secret.
@@ -31,7 +31,7 @@ pub struct Note {
     pub tracked: bool,
     /// Locked into memory.
     pub locked: bool,
-    /// Sealed: nobody replaces or moves it any more.
+    /// Sealed: it can be neither replaced nor moved any more.
     pub sealed: bool,
     /// Under a protection key other than 0, which no mapping of ours would have.
     pub keyed: bool,
@@ -53,7 +53,7 @@ pub struct Note {
     pub small: bool,
 }
 
-impl Note {
+impl Attributes {
     /// True if the program wants it left alone, or what it wants cannot be had of the pool's mappings.
     pub const fn is_excluded(&self) -> bool {
         self.excluded || self.tracked || self.locked || self.sealed || self.keyed || self.wipe_on_fork
@@ -65,25 +65,25 @@ impl Note {
     }
 
     /// What of it is a promise.
-    const fn without_wishes(self) -> Note {
-        Note { mergeable: false, seen: false, reserved: false, arena: false, huge: false, small: false, ..self }
+    const fn without_wishes(self) -> Attributes {
+        Attributes { mergeable: false, seen: false, reserved: false, arena: false, huge: false, small: false, ..self }
     }
 }
 
 /// Disjoint ranges with notes, in order of address.
 #[derive(Debug)]
-pub struct Table {
-    entries: [(Range, Note); RANGES_MAX],
+pub struct RangeAttributes {
+    entries: [(Range, Attributes); RANGES_MAX],
     len: usize,
-    /// How many of them are [promises](Note::is_promise).
+    /// How many of them are [promises](Attributes::is_promise).
     promises: usize,
-    /// A promise did not fit: nobody knows any more what is to be left alone.
+    /// An attribute did not fit: it is unknown from now on what must be left alone.
     lost: bool,
 }
 
-const EMPTY: (Range, Note) = (
+const EMPTY: (Range, Attributes) = (
     Range { start: 0, end: 0 },
-    Note {
+    Attributes {
         mergeable: false,
         excluded: false,
         tracked: false,
@@ -101,32 +101,32 @@ const EMPTY: (Range, Note) = (
     },
 );
 
-impl Table {
+impl RangeAttributes {
     /// Makes an empty table.
-    pub const fn new() -> Table {
-        Table { entries: [EMPTY; RANGES_MAX], len: 0, promises: 0, lost: false }
+    pub const fn new() -> RangeAttributes {
+        RangeAttributes { entries: [EMPTY; RANGES_MAX], len: 0, promises: 0, lost: false }
     }
 
     /// The ranges.
-    pub fn entries(&self) -> &[(Range, Note)] {
+    pub fn entries(&self) -> &[(Range, Attributes)] {
         &self.entries[..self.len]
     }
 
     /// The ranges that end behind `addr`.
-    fn behind(&self, addr: u64) -> &[(Range, Note)] {
+    fn behind(&self, addr: u64) -> &[(Range, Attributes)] {
         &self.entries()[self.entries().partition_point(|(entry, _)| entry.end <= addr)..]
     }
 
     /// The ranges of which part lies in `range`.
-    fn within(&self, range: Range) -> impl Iterator<Item = &(Range, Note)> {
+    fn within(&self, range: Range) -> impl Iterator<Item = &(Range, Attributes)> {
         self.behind(range.start).iter().take_while(move |(entry, _)| entry.start < range.end)
     }
 
     /// The note at `addr`.
-    pub fn at(&self, addr: u64) -> Note {
+    pub fn at(&self, addr: u64) -> Attributes {
         match self.behind(addr).first() {
             Some((range, note)) if range.start <= addr => *note,
-            _ => Note::default(),
+            _ => Attributes::default(),
         }
     }
 
@@ -140,17 +140,17 @@ impl Table {
         self.behind(addr).iter().find(|(_, note)| note.tracked).map(|(range, _)| *range)
     }
 
-    /// True if nobody knows any more what is to be left alone: all is.
+    /// Returns true if it is unknown what must be left alone: everything is, then.
     pub fn is_lost(&self) -> bool {
         self.lost
     }
 
     /// Where the stretch with one note that begins at `addr` ends (at `end` at most), and that note.
-    pub fn stretch(&self, addr: u64, end: u64) -> (u64, Note) {
+    pub fn stretch(&self, addr: u64, end: u64) -> (u64, Attributes) {
         match self.behind(addr).first() {
             Some((entry, note)) if entry.start <= addr => (entry.end.min(end), *note),
-            Some((entry, _)) => (entry.start.min(end), Note::default()),
-            None => (end, Note::default()),
+            Some((entry, _)) => (entry.start.min(end), Attributes::default()),
+            None => (end, Attributes::default()),
         }
     }
 
@@ -188,7 +188,7 @@ impl Table {
     }
 
     /// Applies `change` to every note in `range`, splitting and adding entries as needed.
-    pub fn change(&mut self, range: Range, change: impl Fn(&mut Note)) {
+    pub fn change(&mut self, range: Range, change: impl Fn(&mut Attributes)) {
         #[cfg(not(loom))]
         let _blocked = block_signals();
         let mut at = range.start;
@@ -205,7 +205,7 @@ impl Table {
     }
 
     /// Applies `change` to every note that there is.
-    pub fn change_noted(&mut self, change: impl Fn(&mut Note)) {
+    pub fn change_noted(&mut self, change: impl Fn(&mut Attributes)) {
         let mut at = 0;
         while let Some((range, _)) = self.behind(at).first().copied() {
             at = range.end;
@@ -237,7 +237,7 @@ impl Table {
             }
             let start = to.start + (at - from.start);
             let part = Range { start, end: to.end.min(start + (end - at)) };
-            if note != Note::default() && part.start < part.end {
+            if note != Attributes::default() && part.start < part.end {
                 self.change(part, |to| *to = note);
             }
             at = end;
@@ -245,7 +245,7 @@ impl Table {
         let grown = Range { start: to.start + from.len(), end: to.end };
         if grown.start < grown.end {
             self.forget(grown);
-            if last != Note::default() {
+            if last != Attributes::default() {
                 self.change(grown, |to| *to = last);
             }
         }
@@ -269,8 +269,8 @@ impl Table {
     }
 
     /// Adds `range`, of which nothing has a note, if there is any of it and anything to note.
-    fn put(&mut self, mut range: Range, note: Note) {
-        if range.start >= range.end || note == Note::default() {
+    fn put(&mut self, mut range: Range, note: Attributes) {
+        if range.start >= range.end || note == Attributes::default() {
             return;
         }
         let mut index = self.entries().partition_point(|(entry, _)| entry.end <= range.start);
@@ -302,7 +302,7 @@ impl Table {
     }
 
     /// As [`put`](Self::put), of a promise, at the cost of wishes: there is no room.
-    fn put_crowding(&mut self, range: Range, note: Note) {
+    fn put_crowding(&mut self, range: Range, note: Attributes) {
         // Memory that is no longer managed is the least that can be lost.
         let wishes = self.entries().iter().enumerate().filter(|(_, (_, note))| !note.is_promise());
         if let Some((least, _)) = wishes.min_by_key(|(_, (range, _))| range.len()) {
@@ -326,7 +326,7 @@ impl Table {
             let note = note.without_wishes();
             match self.entries[..kept].last_mut() {
                 Some((last, same)) if last.end == range.start && *same == note => last.end = range.end,
-                _ if note == Note::default() => {}
+                _ if note == Attributes::default() => {}
                 _ => {
                     self.entries[kept] = (range, note);
                     kept += 1;
@@ -343,9 +343,9 @@ impl Table {
     }
 }
 
-impl Default for Table {
+impl Default for RangeAttributes {
     fn default() -> Self {
-        Table::new()
+        RangeAttributes::new()
     }
 }
 
@@ -437,21 +437,21 @@ mod tests {
     fn notes_go_where_the_mapping_goes() {
         let range = |start, end| Range { start, end };
         let marked = || {
-            let mut table = Box::new(Table::new());
+            let mut table = Box::new(RangeAttributes::new());
             table.change(range(10, 20), |note| note.mergeable = true);
             table.change(range(12, 14), |note| note.excluded = true);
             table.change(range(18, 20), |note| note.dont_fork = true);
             table.change(range(100, 130), |note| note.locked = true);
             table
         };
-        let excluded = |table: &Table| (0..200).filter(|&at| table.at(at).excluded).collect::<Vec<_>>();
-        let dont_fork = |table: &Table| (0..200).filter(|&at| table.at(at).dont_fork).collect::<Vec<_>>();
+        let excluded = |table: &RangeAttributes| (0..200).filter(|&at| table.at(at).excluded).collect::<Vec<_>>();
+        let dont_fork = |table: &RangeAttributes| (0..200).filter(|&at| table.at(at).dont_fork).collect::<Vec<_>>();
         for keeps in [false, true] {
             let mut table = marked();
             table.carry(range(8, 20), range(108, 120), keeps);
             assert_eq!(excluded(&table), if keeps { vec![12, 13, 112, 113] } else { vec![112, 113] });
             assert_eq!(table.at(15).mergeable, keeps);
-            assert_eq!(table.at(109), Note::default());
+            assert_eq!(table.at(109), Attributes::default());
             assert!(table.at(107).locked && table.at(120).locked && !table.at(115).locked && table.at(115).mergeable);
         }
         // Longer in place, longer elsewhere, and shorter.
@@ -474,8 +474,8 @@ mod tests {
             seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (seed >> 33) % below
         };
-        let mut table = Box::new(Table::new());
-        let mut model: BTreeMap<u64, Note> = BTreeMap::new();
+        let mut table = Box::new(RangeAttributes::new());
+        let mut model: BTreeMap<u64, Attributes> = BTreeMap::new();
         for _ in 0..20_000 {
             let start = random(64);
             let range = Range { start, end: start + 1 + random(12) };
@@ -511,12 +511,12 @@ mod tests {
     #[test]
     fn a_full_table_forgets_no_promise() {
         let range = |start: usize, len| Range { start: start as u64, end: start as u64 + len };
-        let promises = |table: &Table| table.entries().iter().filter(|(_, note)| note.is_promise()).count();
-        let mut table = Box::new(Table::new());
+        let promises = |table: &RangeAttributes| table.entries().iter().filter(|(_, note)| note.is_promise()).count();
+        let mut table = Box::new(RangeAttributes::new());
         for at in 0..RANGES_MAX + 9 {
             table.change(range(10 * at, 5 + u64::from(at == 7)), |note| note.seen = true);
         }
-        assert_eq!((table.entries().len(), table.at(10 * RANGES_MAX as u64)), (RANGES_MAX, Note::default()));
+        assert_eq!((table.entries().len(), table.at(10 * RANGES_MAX as u64)), (RANGES_MAX, Attributes::default()));
         // One that takes a place, and one that takes two: what is cut through.
         table.change(range(10 * RANGES_MAX, 2), |note| note.locked = true);
         table.change(range(72, 2), |note| note.dont_fork = true);
@@ -536,7 +536,7 @@ mod tests {
         );
         assert!((0..10 * RANGES_MAX as u64 + 100).all(|at| table.excludes(Range { start: at, end: at + 1 })));
         assert!(!table.excludes(range(20 * RANGES_MAX, 1)));
-        // Whoever goes on all the same is left alone altogether.
+        // A program that goes on all the same is left alone altogether.
         for at in 0..RANGES_MAX {
             table.change(range(10 * at + 20 * RANGES_MAX, 1), |note| note.locked = true);
         }
@@ -549,20 +549,20 @@ mod tests {
     /// A handler changes the table wherever in changing it its thread was.
     #[test]
     fn a_handler_changes_the_table_too() {
-        struct Both(core::cell::UnsafeCell<Table>);
+        struct Both(core::cell::UnsafeCell<RangeAttributes>);
         // SAFETY: one thread uses it, and its handler.
         unsafe impl Sync for Both {}
-        static TABLE: Both = Both(core::cell::UnsafeCell::new(Table::new()));
+        static ATTRIBUTES: Both = Both(core::cell::UnsafeCell::new(RangeAttributes::new()));
         static DONE: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
-        // SAFETY: as above; a handler does not run while the table changes.
-        let table = || unsafe { &mut *TABLE.0.get() };
+        // SAFETY: one thread uses it, and its handler does not run while the table changes.
+        let table = || unsafe { &mut *ATTRIBUTES.0.get() };
         let mark = move |start: u64, locked: bool| {
             table().change(Range { start, end: start + 5 }, |note| note.locked = locked)
         };
         extern "C" fn handle(_: libc::c_int) {
             let done = DONE.fetch_add(1, Ordering::Relaxed);
-            // SAFETY: as above.
-            let table = unsafe { &mut *TABLE.0.get() };
+            // SAFETY: the interrupted thread is not in a change: signals are blocked there.
+            let table = unsafe { &mut *ATTRIBUTES.0.get() };
             table.change(Range { start: 7, end: 9 }, |note| note.sealed = done.is_multiple_of(2));
         }
         // As where the agent leaves, or has given up.

@@ -1,9 +1,9 @@
 //! Whether a seccomp filter lets the agent work.
 //!
-//! A filter is a small program that the kernel asks about every system call. Who installs one passes it by us, so we ask it
-//! first, about each call that the agent and the interposed functions make. Where it allows them all the agent stays, as
-//! under QEMU's sandbox, which forbids what an emulator has no business with. Otherwise it leaves before the filter comes:
-//! the kernel may kill a process for a call that its filter does not know.
+//! A filter is a small program that the kernel runs at every system call. A program that installs one does so through an interposed call, so
+//! the agent runs the filter first, for each call that the agent and the interposed functions make. If it allows them all, the agent
+//! stays, as under QEMU's sandbox, which forbids only calls that an emulator does not need. Otherwise the agent leaves before the
+//! filter comes: the kernel may kill a process for a forbidden call.
 
 use core::ffi::{c_int, c_long};
 use libc::sock_filter;
@@ -131,7 +131,7 @@ const START: &[Call] = &[
 /// What the agent can do without.
 const FOLLOW: Call = call(libc::SYS_sched_setaffinity, [0, 1024, P, 0, 0, 0]);
 
-/// How a process makes another, whose memory an agent of its own must look after.
+/// How a process makes another, with memory that an agent of its own must look after.
 const FORKS: &[Call] = &[
     #[cfg(target_arch = "x86_64")]
     call(libc::SYS_fork, [0; 6]),
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_fork_must_be_able_to_start_an_agent() {
+    fn a_filter_that_allows_forks_must_allow_an_agent_to_start() {
         assert_eq!(all_but(&[libc::SYS_sched_setaffinity]), Verdict { stay: true, follow: false, start: true });
         assert!(!all_but(&[libc::SYS_close_range]).stay);
         let no_fork: Vec<c_long> = FORKS.iter().map(|call| call.number).collect();

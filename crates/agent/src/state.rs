@@ -1,23 +1,23 @@
 //! What the program's threads and the agent's share: one state per process.
 //!
-//! The words are atomic. The tables are reached by who holds the guard, and by nobody else; socket and domain are written before
-//! the agent's first thread and never again.
+//! The words are atomic. Only a holder of the mapping lock reaches the tables. Socket and domain are written before the agent's first
+//! thread and never again.
 
-use crate::mapping_lock::{Guard, Held};
+use crate::mapping_lock::{MappingLock, MappingLockGuard};
 use crate::owned_ranges::Owned;
-use crate::range_attributes::{MergedChunks, Table};
+use crate::range_attributes::{MergedChunks, RangeAttributes};
 use crate::runtime::thread::Thread;
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-/// `me` of the agent's thread for the guard, and of the cold tier's; no thread pointer has these values.
+/// `me` of the agent's thread for the mapping lock, and of the cold tier's; no thread pointer has these values.
 pub(crate) const AGENT: usize = 1;
 pub(crate) const COLD_AGENT: usize = 2;
 
 /// What program threads and the agent's thread share; one per process.
 pub struct Shared {
     /// Held while mappings change.
-    pub guard: Guard,
+    pub mapping_lock: MappingLock,
     /// Counts changes of the managed ranges.
     pub generation: AtomicU64,
     /// 0 not started, 1 running, 2 asked to leave, 3 given up.
@@ -42,21 +42,21 @@ pub struct Shared {
 // SAFETY: the cells are written before the thread starts.
 unsafe impl Sync for Shared {}
 
-/// What the guard protects; zeros at first, so that it takes no room in the library's file.
+/// What the mapping lock protects; zeros at first, so that it takes no room in the library's file.
 struct Guarded {
-    table: UnsafeCell<Table>,
+    table: UnsafeCell<RangeAttributes>,
     merged: UnsafeCell<MergedChunks>,
 }
 
-// SAFETY: reached by who holds the guard, and by nobody else.
+// SAFETY: only `Shared::tables` reaches them, which takes the guard of the mapping lock.
 unsafe impl Sync for Guarded {}
 
 static GUARDED: Guarded =
-    Guarded { table: UnsafeCell::new(Table::new()), merged: UnsafeCell::new(MergedChunks::new()) };
+    Guarded { table: UnsafeCell::new(RangeAttributes::new()), merged: UnsafeCell::new(MergedChunks::new()) };
 
 /// The one state of this process.
 pub static SHARED: Shared = Shared {
-    guard: Guard::new(),
+    mapping_lock: MappingLock::new(),
     generation: AtomicU64::new(1),
     phase: AtomicU32::new(0),
     thread: Thread::new(Owned::Stack),
@@ -70,11 +70,11 @@ pub static SHARED: Shared = Shared {
     domain: UnsafeCell::new([0; 64]),
 };
 
-/// Access to what the guard protects.
+/// Access to what the mapping lock protects.
 pub struct Tables<'a> {
-    _held: &'a Held<'a>,
+    _held: &'a MappingLockGuard<'a>,
     /// Ranges and notes.
-    pub table: &'a mut Table,
+    pub table: &'a mut RangeAttributes,
     /// Chunks with merged pages.
     pub merged: &'a mut MergedChunks,
 }
@@ -102,11 +102,11 @@ impl Shared {
         self.socket_len.load(Ordering::Acquire) > 0
     }
 
-    /// The tables, for who holds the guard.
-    pub fn tables<'a>(&'a self, held: &'a Held<'a>) -> Tables<'a> {
-        // SAFETY: the guard is held, so nobody else has the tables. A frame of the same thread further out may hold the guard
-        // too (a signal handler interrupted it): no signal comes while the table changes, and what such a frame has read
-        // of it are copies.
+    /// The tables, for a holder of the mapping lock.
+    pub fn tables<'a>(&'a self, held: &'a MappingLockGuard<'a>) -> Tables<'a> {
+        // SAFETY: the caller's guard shows that this thread holds the mapping lock, so no other thread has the tables. An outer frame of the
+        // same thread may hold the lock too (a signal handler interrupted it): signals are blocked while the table changes, and such a
+        // frame has read copies only.
         unsafe { Tables { _held: held, table: &mut *GUARDED.table.get(), merged: &mut *GUARDED.merged.get() } }
     }
 

@@ -10,13 +10,13 @@ fn limit_descriptors(change: impl Fn(&mut libc::rlimit)) -> libc::rlimit {
     assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) }, 0);
     let before = limit;
     change(&mut limit);
-    // SAFETY: as above.
+    // SAFETY: the structure lives across the call.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) }, 0);
     before
 }
 
 #[test]
-fn what_is_discarded_reads_zero_without_descriptors() {
+fn a_discarded_region_reads_zero_without_descriptors() {
     let client = Client::connect("/nonexistent/pagefold".as_ref(), "test").expect("a client");
     let mut region = Region::new(&client, 4 * PAGE_SIZE).expect("a region");
     region.fill(1);
@@ -24,7 +24,7 @@ fn what_is_discarded_reads_zero_without_descriptors() {
     let pool = memfd::create(c"pagefold-pool", PAGE_SIZE as u64).expect("a file");
     assert_eq!(pool.write(&[7; PAGE_SIZE]), Ok(PAGE_SIZE));
     let (addr, prot) = (region.as_ptr() as u64 + PAGE_SIZE as u64, libc::PROT_READ | libc::PROT_WRITE);
-    // SAFETY: a page of the region, to which nobody refers now.
+    // SAFETY: a page of the region, to which no reference exists now.
     unsafe { mem::map(addr, PAGE_SIZE as u64, prot, libc::MAP_PRIVATE | libc::MAP_FIXED, pool.raw(), 0) }
         .expect("a mapping");
     assert_eq!(region[PAGE_SIZE], 7);

@@ -1,4 +1,4 @@
-//! The guard in every order of two threads and the agent.
+//! The mapping lock in every order of two threads and the agent.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pagefold-agent --test loom --release`
 
@@ -6,27 +6,27 @@
 
 use loom::cell::UnsafeCell;
 use loom::thread;
-use pagefold_agent::mapping_lock::Guard;
+use pagefold_agent::mapping_lock::MappingLock;
 use std::sync::Arc;
 
-/// What the guard protects; loom objects if two touch it at once, or if one does not see what the other did.
+/// What the mapping lock protects; loom objects if two touch it at once, or if one does not see what the other did.
 struct Protected {
-    guard: Guard,
+    guard: MappingLock,
     changes: UnsafeCell<u32>,
 }
 
-// SAFETY: the cell is touched only while the guard is held; that this excludes races is what the model checks.
+// SAFETY: the cell is touched only while the mapping lock is held; that this excludes races is what the model checks.
 unsafe impl Sync for Protected {}
 
 impl Protected {
     fn change(&self) {
-        // SAFETY: the guard is held by the caller.
+        // SAFETY: the mapping lock is held by the caller.
         self.changes.with_mut(|changes| unsafe { *changes += 1 });
     }
 }
 
 fn protected() -> Arc<Protected> {
-    Arc::new(Protected { guard: Guard::new(), changes: UnsafeCell::new(0) })
+    Arc::new(Protected { mapping_lock: MappingLock::new(), changes: UnsafeCell::new(0) })
 }
 
 #[test]
@@ -47,12 +47,12 @@ fn program_and_agent_exclude_each_other() {
         }
         agent.join().unwrap();
         let _held = shared.guard.lock(2);
-        // SAFETY: the guard is held.
+        // SAFETY: the mapping lock is held.
         assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 2);
     });
 }
 
-/// A signal handler that interrupts its own thread inside the guard passes through; the guard stays held until the outer
+/// A signal handler that interrupts its own thread inside the mapping lock passes through; the mapping lock stays held until the outer
 /// frame lets go.
 #[test]
 fn the_owner_passes_and_others_wait_for_the_outer_frame() {
@@ -78,9 +78,9 @@ fn the_owner_passes_and_others_wait_for_the_outer_frame() {
     });
 }
 
-/// fork(2) takes the guard in one frame and frees it in another.
+/// fork(2) takes the mapping lock in one frame and frees it in another.
 #[test]
-fn a_forgotten_hold_is_let_go_by_its_owner_only() {
+fn a_forgotten_guard_is_freed_by_its_owner_only() {
     loom::model(|| {
         let shared = protected();
         std::mem::forget(shared.guard.lock(2));
@@ -103,7 +103,7 @@ fn a_forgotten_hold_is_let_go_by_its_owner_only() {
 
 /// A handler that forks in the middle of an interposed call undoes its own hold, not that of the frame it interrupted.
 #[test]
-fn a_forgotten_hold_of_an_inner_frame_leaves_the_outer_one() {
+fn a_forgotten_guard_of_an_inner_frame_leaves_the_outer_one() {
     loom::model(|| {
         let shared = protected();
         let other = {
@@ -123,7 +123,7 @@ fn a_forgotten_hold_of_an_inner_frame_leaves_the_outer_one() {
         }
         other.join().unwrap();
         let _held = shared.guard.lock(2);
-        // SAFETY: the guard is held.
+        // SAFETY: the mapping lock is held.
         assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 3);
     });
 }

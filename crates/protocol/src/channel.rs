@@ -30,7 +30,7 @@ const LEN: usize = PAGES + FETCH_PAGES_MAX * PAGE_SIZE;
 /// An entry of a list.
 ///
 /// # Safety
-/// Any bytes are a valid value of the type, and the type has no padding whose bytes would leak.
+/// Any bytes are a valid value of the type, and the type has no padding, which would leak bytes.
 pub unsafe trait Plain: Copy + 'static {}
 
 // SAFETY: an integer.
@@ -80,7 +80,7 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Makes a channel whose file is called `name` in /proc.
+    /// Makes a channel with the name `name` in /proc.
     ///
     /// # Errors
     /// As memfd_create(2) and mmap(2).

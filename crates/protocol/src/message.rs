@@ -18,7 +18,7 @@ pub const FREEZE_PAGES_MAX: usize = 128;
 pub const LIST_MAX: usize = 2048;
 /// Pool segments that an agent keeps mapped; segment `n` takes place `n % SEGMENTS_HELD`.
 pub const SEGMENTS_HELD: usize = 256;
-/// Maximum of segments whose descriptors one request carries.
+/// Maximum of segment descriptors that one request carries.
 pub const SEGMENTS_PER_REQUEST: usize = 48;
 
 /// Name of the keeper's socket: the name of the daemon's socket, followed by this.

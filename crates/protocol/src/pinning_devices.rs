@@ -3,7 +3,7 @@
 //! The kernel refuses to move a pinned anonymous page. For a private copy of a pool page there is no such check: replacing it
 //! would leave the device with the old page. So such copies stay while the process has one of these files open.
 
-/// Device nodes, and directories of device nodes, whose drivers access memory only by the system calls of the process.
+/// Device nodes, and directories of device nodes, with drivers that access memory only by the system calls of the process.
 const HARMLESS: [&str; 17] = [
     "null",
     "zero",

@@ -4,7 +4,7 @@
 //! attributes that the program gave to the range.
 
 use crate::address_space::maps::Maps;
-use crate::range_attributes::Table;
+use crate::range_attributes::RangeAttributes;
 use crate::state::is_leased;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
@@ -14,12 +14,12 @@ use pagefold_os::{Range, mem};
 ///
 /// # Errors
 /// As the kernel says; something other than plain memory lies there.
-pub(crate) fn watch_plain(watch: &Uffd, range: Range) -> Result<()> {
+pub(crate) fn watch_anonymous(watch: &Uffd, range: Range) -> Result<()> {
     if is_leased() { Err(Errno(libc::EBUSY)) } else { watch.register(range, uffd::MODE_WP) }
 }
 
 /// Puts the attributes that `table` knows for `range` onto the mapping there, which is `plain` memory or the pool's.
-pub(crate) fn keep_attributes(range: Range, table: &Table, plain: bool) {
+pub(crate) fn keep_attributes(range: Range, table: &RangeAttributes, plain: bool) {
     let mut at = range.start;
     while at < range.end {
         let (end, note) = table.stretch(at, range.end);
@@ -51,7 +51,7 @@ pub fn replace_merged(
     maps: &Maps,
     range: Range,
     watch: Option<&Uffd>,
-    table: Option<&Table>,
+    table: Option<&RangeAttributes>,
     mut refused: impl FnMut(Range, i32, Errno),
 ) -> Result<bool> {
     let (mut found, mut failed) = (false, None);
@@ -64,7 +64,7 @@ pub fn replace_merged(
                     keep_attributes(part, table, true);
                 }
                 if let Some(watch) = watch {
-                    let _ = watch_plain(watch, part);
+                    let _ = watch_anonymous(watch, part);
                 }
             }
             Err(errno) => {

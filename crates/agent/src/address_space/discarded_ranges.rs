@@ -13,7 +13,7 @@ use pagefold_os::uffd::Uffd;
 use pagefold_os::{PAGE_SIZE, Page, Range, syscall};
 
 /// Ranges that are told apart at most: as many as mappings, by default. Costs no memory before it is used.
-const VOIDS_MAX: usize = 1 << 16;
+const RANGES_MAX: usize = 1 << 16;
 /// How often a page is tried that cannot be put.
 const TRIES_MAX: usize = 100_000;
 /// How often what was discarded is gone through, at most, if there is ever more.
@@ -22,7 +22,7 @@ const PASSES_MAX: usize = 8;
 const STEP_PAGES: u64 = 64;
 
 /// Disjoint, in order of address.
-static VOIDS: [[AtomicU64; 2]; VOIDS_MAX] = [const { [const { AtomicU64::new(0) }; 2] }; VOIDS_MAX];
+static RANGES: [[AtomicU64; 2]; RANGES_MAX] = [const { [const { AtomicU64::new(0) }; 2] }; RANGES_MAX];
 static LEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Odd while the list changes.
@@ -31,13 +31,13 @@ static CHANGES: AtomicUsize = AtomicUsize::new(0);
 static ZEROS: Page = [0; PAGE_SIZE];
 
 fn get(index: usize) -> Range {
-    let [start, end] = &VOIDS[index];
+    let [start, end] = &RANGES[index];
     Range { start: start.load(Ordering::Relaxed), end: end.load(Ordering::Relaxed) }
 }
 
 fn set(index: usize, range: Range) {
-    VOIDS[index][0].store(range.start, Ordering::Relaxed);
-    VOIDS[index][1].store(range.end, Ordering::Relaxed);
+    RANGES[index][0].store(range.start, Ordering::Relaxed);
+    RANGES[index][1].store(range.end, Ordering::Relaxed);
 }
 
 /// How many of them satisfy `is_before`, which the first do.
@@ -50,7 +50,7 @@ fn count_while(is_before: impl Fn(Range) -> bool) -> usize {
     low
 }
 
-/// `range` reads zero where nobody has written since.
+/// `range` reads zero where the program has not written since.
 pub(crate) fn add(range: Range) {
     change(|| {
         // With what touches it, so that one discard after another takes one place.
@@ -69,7 +69,7 @@ pub(crate) fn add(range: Range) {
 fn replace(first: usize, behind: usize, with: &[Range]) {
     let len = LEN.load(Ordering::Relaxed);
     let (to, new_len) = (first + with.len(), len - (behind - first) + with.len());
-    if new_len > VOIDS_MAX {
+    if new_len > RANGES_MAX {
         // Old bytes where zeros belong would be the other way.
         // SAFETY: ends the process.
         let _ = unsafe { syscall!(libc::SYS_kill, libc::getpid(), libc::SIGABRT) };
@@ -149,20 +149,21 @@ pub(crate) fn for_each(maps: &Maps, mut act: impl FnMut(Range)) {
     }
 }
 
-/// In a forked child, where nobody ends a change that the parent's thread had begun.
+/// In a forked child: a change that the parent's thread had begun is never finished there.
 #[cfg(feature = "preload")]
 pub(crate) fn after_fork_child() {
     CHANGES.store(0, Ordering::Release);
 }
 
-/// Changes the list; who looks something up meanwhile does so again.
+/// Changes the list; a lookup in the meantime is repeated.
 fn change(act: impl FnOnce()) {
     CHANGES.fetch_add(1, Ordering::AcqRel);
     act();
     CHANGES.fetch_add(1, Ordering::Release);
 }
 
-/// Answers a fault at `page` by zeros, which the pool's mapping has not; false if it was not discarded. Who waits is to be woken.
+/// Answers a fault at `page` with zeros, which the pool mapping does not show; false if the page was not discarded. The caller wakes
+/// the waiting threads.
 pub(crate) fn answer(hold: &Uffd, page: Range) -> bool {
     let step = Range::pages_from(page.start, STEP_PAGES);
     let Some(Range { end, .. }) = first_in(step).filter(|void| void.start == page.start) else { return false };
@@ -209,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_discarded_is_known_until_it_is_mapped_anew() {
+    fn a_discarded_range_is_known_until_it_is_mapped_anew() {
         let pages = |start: u64, end: u64| Range { start: start << 12, end: end << 12 };
         let known = || (0..100).filter(|&page| overlap(pages(page, page + 1))).collect::<Vec<_>>();
         assert!(known().is_empty());

@@ -1,22 +1,22 @@
 //! What malloc(3) gives to threads other than the first: the first heaps of the C library's arenas.
 //!
-//! An arena has heaps, reservations of 64 MiB that the C library makes, opens from their begin and unmaps from within, where
-//! nothing is interposed. An address that ends unseen may be another thread's fresh memory a moment later, so later heaps are
-//! left alone. The first heap lasts as long as the process, for the arena itself lies in it: arenas without threads wait for
-//! the next. What happens to it:
+//! An arena has heaps: reservations of 64 MiB that the C library makes, opens from their start, and unmaps by internal calls, which
+//! are not interposed. Memory that ends unseen may be another thread's fresh memory a moment later, so later heaps are left
+//! alone. The first heap lasts as long as the process, because the arena itself lies in it: arenas without threads wait for the
+//! next thread. What happens to a first heap:
 //!
-//! - it is opened further by mprotect(2), behind all that was ever opened and so behind all that is managed;
-//! - its end, and pages of free blocks, are discarded by MADV_DONTNEED, of which the kernel tells us as of any bare discard. The C
-//!   library does not rely on zeros there: `calloc` clears all that was ever opened;
-//! - in a program of another's rights, and where memory is strictly accounted (`vm.overcommit_memory` 2), its end is mapped anew
-//!   instead, with nobody's leave, and counts as clear. There arenas are left alone ([`may_end`]).
+//! - mprotect(2) opens more of it, after everything that was ever opened and so after everything that is managed;
+//! - MADV_DONTNEED discards its end and pages of free blocks, which the kernel reports like any raw discard. The C library does
+//!   not rely on zeros there: `calloc` clears everything that was ever opened;
+//! - in a program with another user's rights, and where memory is strictly accounted (`vm.overcommit_memory` 2), its end is mapped
+//!   anew instead, without any report, and counts as clear. There arenas are left alone ([`may_end`]).
 //!
-//! So glibc does from 2.26 to 2.43, by its source. What is not known to be such a heap, by its version, its place, each word of its
-//! head and the mappings that it lies in, is left alone.
+//! So glibc does from 2.26 to 2.43, by its source. Memory is left alone unless it is known to be such a heap by the library's
+//! version, its place, each word of its head and the mappings around it.
 
 use crate::address_space::maps::POOL_NAME;
 use crate::limits::ALL_MIN;
-use crate::range_attributes::Table;
+use crate::range_attributes::RangeAttributes;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Range, maps};
@@ -25,7 +25,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Length and alignment of a heap.
 const HEAP_LEN: u64 = 64 << 20;
-/// Places that are looked at in one list, so that terabytes of somebody else's cost little.
+/// Maximum of places that one list examines, so that terabytes of other reservations cost little.
 const LOOKS_MAX: u32 = 1024;
 /// Words of a heap's head, and the first one of the arena behind it.
 const WORDS: usize = 7;
@@ -49,7 +49,7 @@ pub(crate) fn begin(version: &[u8]) {
     is_strict();
 }
 
-/// True in a program that has other rights than who called it.
+/// Returns true in a program with other rights than its caller (set-user-ID and the like).
 #[cfg(feature = "preload")]
 fn is_secure() -> bool {
     // SAFETY: takes a number.
@@ -67,8 +67,8 @@ fn head_len(minor: u32) -> u64 {
     }
 }
 
-/// True if memory is strictly accounted, or nobody knows. The C library asks once, when it first gives something back, in the same
-/// way: what it was at any time may be what it saw.
+/// Returns true if memory is strictly accounted, or if that is unknown. The C library asks once, in the same way, when it first
+/// gives something back: it may have seen any value that the setting ever had.
 fn is_strict() -> bool {
     let mut value = [0u8; 1];
     let file = Fd::open(c"/proc/sys/vm/overcommit_memory", libc::O_RDONLY, 0);
@@ -80,7 +80,7 @@ fn is_strict() -> bool {
 }
 
 /// True if part of `range` is an arena's, and its end may be mapped anew: it must not be taken away.
-pub(crate) fn may_end(table: &Table, range: Range) -> bool {
+pub(crate) fn may_end(table: &RangeAttributes, range: Range) -> bool {
     table.has_arena(range) && is_strict()
 }
 
@@ -89,12 +89,12 @@ pub(crate) fn may_end(table: &Table, range: Range) -> bool {
 pub(crate) struct Finder {
     head_len: u64,
     looks: u32,
-    heap: Option<Heap>,
+    heap: Option<HeapEnd>,
 }
 
 /// What looks like a first heap, as far as mappings were seen.
 #[derive(Clone, Copy, Debug)]
-struct Heap {
+struct HeapEnd {
     start: u64,
     /// As far as it was ever opened, by its head: what is read of the mappings may be older, and is not more.
     opened: u64,
@@ -140,7 +140,12 @@ impl Finder {
 
     /// Looks at the next mapping, by `read` at what may be a head. Notes what may be managed of each first heap; true if there is one
     /// that had no note.
-    pub(crate) fn see(&mut self, map: &maps::Map<'_>, table: &mut Table, read: impl Fn(u64) -> Option<Head>) -> bool {
+    pub(crate) fn see(
+        &mut self,
+        map: &maps::Map<'_>,
+        table: &mut RangeAttributes,
+        read: impl Fn(u64) -> Option<Head>,
+    ) -> bool {
         if self.head_len == 0 {
             return false;
         }
@@ -155,7 +160,7 @@ impl Finder {
             }
             self.looks += 1;
             if let Some(opened) = read(at).and_then(|head| opened_of(&head, at, self.head_len)) {
-                self.heap = Some(Heap { start: at, opened: at + opened, fits: at, is_open: true });
+                self.heap = Some(HeapEnd { start: at, opened: at + opened, fits: at, is_open: true });
                 found |= self.fit(Range { start: at, end: map.range.end }, kind, table);
             }
             at += HEAP_LEN;
@@ -164,7 +169,7 @@ impl Finder {
     }
 
     /// Goes on with the heap that was begun: first all is open, then all is closed, and nothing between. True if that is all of it.
-    fn fit(&mut self, range: Range, kind: Kind, table: &mut Table) -> bool {
+    fn fit(&mut self, range: Range, kind: Kind, table: &mut RangeAttributes) -> bool {
         let Some(mut heap) = self.heap.take() else { return false };
         let end = heap.start + HEAP_LEN;
         let fits = match kind {
@@ -219,7 +224,7 @@ mod tests {
 
     /// The ranges that are noted after `maps` were seen, with these heads.
     fn found(head_len: u64, maps: &[maps::Map<'_>], heads: &[(u64, Head)]) -> Vec<Range> {
-        let (mut table, mut finder) = (Box::new(Table::new()), Finder::new(head_len));
+        let (mut table, mut finder) = (Box::new(RangeAttributes::new()), Finder::new(head_len));
         let read = |at| heads.iter().find(|(start, _)| *start == at).map(|(_, head)| *head);
         let mut any = false;
         for map in maps {
@@ -259,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_looks_like_a_first_heap_is_left_alone() {
+    fn memory_that_only_resembles_a_first_heap_is_left_alone() {
         let closed = START + 5 * MIB;
         let (open, rest) = (map(START, closed, RW), map(closed, START + HEAP_LEN, libc::PROT_NONE));
         let right = head(START, 5 * MIB);
@@ -316,7 +321,7 @@ mod tests {
 
     #[test]
     fn large_memory_costs_little() {
-        let (mut table, mut finder) = (Box::new(Table::new()), Finder::new(48));
+        let (mut table, mut finder) = (Box::new(RangeAttributes::new()), Finder::new(48));
         let looks = std::cell::Cell::new(0);
         let read = |_| {
             looks.set(looks.get() + 1);

@@ -1,15 +1,15 @@
-//! The heap, while pages of it are in our hands.
+//! The heap, while pages of it are frozen.
 //!
-//! The C library's allocator gives the end of the heap back, and takes it again, by brk(2) from within: no interposed call
-//! shows it and no guard holds it up. So where pages are frozen the heap may end and begin anew, as fresh memory, before we
-//! map something there.
+//! The C library's allocator gives the end of the heap back, and takes it again, by internal calls of brk(2), which are not
+//! interposed and do not take the mapping lock. So while pages are frozen, the heap may end and begin anew, as fresh memory,
+//! before the agent maps something there.
 //!
-//! The heap ends from its top downwards. So while pages of it are frozen its last page is watched for being unmapped, by a
-//! descriptor for nothing else: who takes part of the heap away takes that page too, and then waits until we have read
-//! that. What was mapped meanwhile where no heap is any more is unmapped again before, and the heap can grow behind that
-//! only. What is mapped later the kernel takes away with the rest.
+//! The heap ends from its top downwards. So while pages of it are frozen, its last page is watched for being unmapped, by a
+//! descriptor of its own: a thread that takes part of the heap away takes that page too, and then waits until the agent has
+//! read the event. Before that, the agent unmaps what it has mapped beyond the new end, and only then can the heap grow again.
+//! The kernel takes away what is mapped later together with the rest.
 
-use crate::address_space::anonymous::watch_plain;
+use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::maps::pool_mappings;
 use crate::state::{AGENT, SHARED, is_leased};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -50,31 +50,31 @@ fn begin() -> Option<u64> {
 }
 
 /// Watches the end of the heap.
-pub(crate) struct Heap {
+pub(crate) struct HeapEnd {
     uffd: Uffd,
 }
 
 /// The page that is watched while something of the heap is frozen.
-pub(crate) struct Watched {
+pub(crate) struct WatchedEnd {
     page: Range,
     /// It was among the pages that are watched for writes.
     managed: bool,
 }
 
-impl Heap {
-    pub(crate) fn new(device: Option<&Fd>) -> Result<Heap> {
-        // Registered for writes that nobody waits for.
+impl HeapEnd {
+    pub(crate) fn new(device: Option<&Fd>) -> Result<HeapEnd> {
+        // Registered for asynchronous write protection, in which no thread waits.
         let features = uffd::FEATURE_EVENT_UNMAP | uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC;
-        Ok(Heap { uffd: Uffd::new(device, features)? })
+        Ok(HeapEnd { uffd: Uffd::new(device, features)? })
     }
 
     /// Call before anything of `range` is frozen, and [`let_go`](Self::let_go) after the last mapping was made there; the
-    /// guard is held. Nothing if no heap was ever there.
+    /// mapping lock is held. Nothing if no heap was ever there.
     ///
     /// # Errors
     /// If the heap ends in `range` or right behind it, or its last page is another descriptor's: nothing of it can be
     /// frozen now.
-    pub(crate) fn hold(&self, range: Range, watch: &Uffd) -> Result<Option<Watched>> {
+    pub(crate) fn watch_end(&self, range: Range, watch: &Uffd) -> Result<Option<WatchedEnd>> {
         let (start, furthest) = (START.load(Ordering::Relaxed), FURTHEST.load(Ordering::Relaxed));
         if range.end <= start || range.start >= furthest {
             return Ok(None);
@@ -83,7 +83,7 @@ impl Heap {
         if page.len() != PAGE || range.end > page.start {
             return Err(Errno(libc::EBUSY));
         }
-        let mut watched = Watched { page, managed: false };
+        let mut watched = WatchedEnd { page, managed: false };
         let mut registered = self.uffd.register(page, uffd::MODE_WP);
         if registered == Err(Errno(libc::EBUSY)) && is_managed(page) {
             // The heap was longer when its end was last left out of what is managed.
@@ -91,7 +91,7 @@ impl Heap {
             watched.managed = true;
             registered = self.uffd.register(page, uffd::MODE_WP);
         }
-        // Whoever shrank it before did so before anything was frozen.
+        // A thread that shrank the heap earlier did so before anything was frozen.
         if registered.is_ok() && end() >= page.end {
             return Ok(Some(watched));
         }
@@ -99,37 +99,37 @@ impl Heap {
         Err(registered.err().unwrap_or(Errno(libc::EBUSY)))
     }
 
-    /// Unmaps what lies in `range` where the heap has ended since [`hold`](Self::hold), and lets those go on who wait;
-    /// true if there was any.
-    pub(crate) fn let_go(&self, watched: &Watched, range: Range, watch: &Uffd) -> bool {
-        // Who ends the heap from here on meets what we have mapped.
+    /// Unmaps what lies in `range` beyond the end that the heap has got since [`watch_end`](Self::watch_end), and wakes the waiting
+    /// threads; true if there was any.
+    pub(crate) fn unwatch_end(&self, watched: &WatchedEnd, range: Range, watch: &Uffd) -> bool {
+        // A thread that ends the heap from here on unmaps what the agent has mapped.
         let ended = self.is_ending(watched.page);
         let gone = Range { start: range.start.max(end()), end: range.end };
         let lost = ended && gone.start < gone.end;
         if lost {
-            // SAFETY: the program gave the range back, and who did waits; so nobody can have it again yet.
+            // SAFETY: the program gave the range back, and the thread that did so still waits in the kernel, so the range is not in use.
             let _ = unsafe { mem::unmap(gone.start, gone.len()) };
         }
         self.end(watched, watch);
         lost
     }
 
-    fn end(&self, watched: &Watched, watch: &Uffd) {
+    fn end(&self, watched: &WatchedEnd, watch: &Uffd) {
         let _ = self.uffd.unregister(watched.page);
-        // Nobody comes any more; who came has told the kernel, but perhaps not yet us.
+        // No new thread waits, but one may already have reported the end to the kernel, and its event is not readable yet.
         while self.is_ending(watched.page) {
             if !matches!(self.uffd.read_event(), Ok(Some(_))) {
-                // SAFETY: takes nothing.
+                // SAFETY: the call takes no arguments.
                 let _ = unsafe { syscall!(libc::SYS_sched_yield) };
             }
         }
         if watched.managed {
-            let _ = watch_plain(watch, watched.page);
+            let _ = watch_anonymous(watch, watched.page);
         }
     }
 
-    /// True from the moment in which somebody unmaps the page until he goes on behind that. The kernel answers no request
-    /// in between; this one it refuses anyhow, for the page is no file's.
+    /// Returns true from the moment in which a thread unmaps the page until it goes on after that. In between the kernel answers
+    /// every request with `EAGAIN`. Otherwise it refuses this one too, because the page is not a file's, but with another error.
     fn is_ending(&self, page: Range) -> bool {
         self.uffd.map_cached(page, 0).1 == Some(Errno(libc::EAGAIN))
     }
@@ -137,6 +137,6 @@ impl Heap {
 
 /// True if it can only be our own descriptor for writes that has `page`.
 fn is_managed(page: Range) -> bool {
-    let held = SHARED.guard.lock(AGENT);
+    let held = SHARED.mapping_lock.lock(AGENT);
     !is_leased() && !SHARED.tables(&held).table.at(page.start).tracked && pool_mappings(page, |_, _| true) == Ok(false)
 }

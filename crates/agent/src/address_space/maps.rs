@@ -45,8 +45,8 @@ impl Maps {
         )
     }
 
-    /// The part of the first pool mapping in `range`: for who goes through them one by one, as what he does there reads the same
-    /// file. `None` also where it cannot be read.
+    /// The part of the first pool mapping in `range`, for a caller that visits them one by one because its work reads the same file.
+    /// `None` also if the file cannot be read.
     pub(crate) fn first_pool(&self, range: Range) -> Option<Range> {
         let mut first = None;
         let _ = self.pools(range, |part, _| {

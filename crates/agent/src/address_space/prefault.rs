@@ -1,8 +1,8 @@
-//! Merged pages are in the page table before anybody looks at them: who meets one that is not there waits for us.
+//! Merged pages enter the page table before the program touches them: a thread that touches an unmapped one waits for the agent.
 //!
-//! One fault brings in all pages of the file in a window around it, if they are in memory, as pages of the pool are. So it is
-//! enough to ask for one page of each window. How large windows are is a setting of the kernel's that only root can read:
-//! whether they are as large as by default is looked at once.
+//! One fault maps all pages of the file in a window around it, if they are in memory, as pages of the pool are. So it is enough
+//! to ask for one page of each window. The size of windows is a setting of the kernel that only root can read: the agent finds
+//! out once whether they have the default size.
 
 use core::sync::atomic::{AtomicU8, Ordering};
 use pagefold_os::fd::Fd;
@@ -37,7 +37,7 @@ pub(crate) fn populate(mapping: Range, page_map: &Fd) {
         if there == mapping.pages() {
             WINDOWS.store(LARGE, Ordering::Relaxed);
         } else {
-            // One that is in somebody's hands at this moment is left out, and says nothing.
+            // A page that is locked at this moment is left out, and tells nothing about the size.
             if there < mapping.pages() / 2 {
                 WINDOWS.store(SMALL, Ordering::Relaxed);
             }

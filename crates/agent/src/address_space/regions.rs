@@ -1,15 +1,15 @@
-//! Which memory is managed: lists of mappings, for the daemon and for ourselves.
+//! Which memory is managed: lists of mappings, for the daemon and for the agent itself.
 //!
-//! What the program asked for counts, and with `--manage all` what is large and whose end is seen: memory that may end unseen is
-//! never listed, and what is never listed is never frozen. Notes are read, and blocks of the allocator noted, so the
-//! guard is held.
+//! Managed is what the program asked for, and with `--manage all` every large mapping with an end that the agent sees: memory that
+//! may end unseen is never listed, and what is never listed is never frozen. A list reads attributes, and marks blocks of the
+//! allocator, so the caller holds the mapping lock.
 
 use crate::address_space::glibc_arenas::{self, Finder, Head};
 use crate::address_space::heap;
 use crate::address_space::maps::{Maps, POOL_NAME};
 use crate::limits::ALL_MIN;
 use crate::owned_ranges::{self, is_in_nursery};
-use crate::range_attributes::Table;
+use crate::range_attributes::RangeAttributes;
 use crate::state::{COLD_AGENT, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -21,23 +21,23 @@ use pagefold_protocol::message::{LIST_MAX, RegionEntry};
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Lists the managed plain memory from address `from` on to `channel`, for the cold tier.
-pub(crate) fn list_plain(maps: &Maps, channel: &Channel, from: u64) -> Result<usize> {
-    let held = SHARED.guard.lock(COLD_AGENT);
-    list(maps, SHARED.tables(&held).table, Listed::Plain, from, |index, entry| channel.put_answer(index, entry))
+pub(crate) fn list_anonymous(maps: &Maps, channel: &Channel, from: u64) -> Result<usize> {
+    let held = SHARED.mapping_lock.lock(COLD_AGENT);
+    list(maps, SHARED.tables(&held).table, Listed::Anonymous, from, |index, entry| channel.put_answer(index, entry))
 }
 
 /// Returns true if part of `range` must not be frozen: the program excludes it, it is the agent's, or it may end unseen.
-pub(crate) fn is_left_alone(table: &Table, range: Range) -> bool {
+pub(crate) fn is_left_alone(table: &RangeAttributes, range: Range) -> bool {
     table.excludes(range) || owned_ranges::first_in(range).is_some() || glibc_arenas::may_end(table, range)
 }
 
 /// Calls `f` with each managed range of plain memory.
-pub(crate) fn for_each_plain(maps: &Maps, mut f: impl FnMut(Range)) {
-    let held = SHARED.guard.lock(COLD_AGENT);
+pub(crate) fn for_each_anonymous(maps: &Maps, mut f: impl FnMut(Range)) {
+    let held = SHARED.mapping_lock.lock(COLD_AGENT);
     let mut from = 0;
     loop {
         let mut end = from;
-        let listed = list(maps, SHARED.tables(&held).table, Listed::Plain, from, |_, entry| {
+        let listed = list(maps, SHARED.tables(&held).table, Listed::Anonymous, from, |_, entry| {
             end = entry.end;
             f(Range { start: entry.start, end });
         });
@@ -54,7 +54,7 @@ pub(crate) enum Listed {
     /// The managed ranges, merged or not.
     Managed,
     /// Those of them that are not merged.
-    Plain,
+    Anonymous,
     /// The mappings of pool files.
     Pool,
 }
@@ -62,7 +62,7 @@ pub(crate) enum Listed {
 /// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries.
 pub(crate) fn list(
     maps: &Maps,
-    table: &mut Table,
+    table: &mut RangeAttributes,
     what: Listed,
     from: u64,
     put: impl FnMut(usize, RegionEntry),
@@ -106,7 +106,7 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     arenas: Finder,
     /// /proc/thread-self/mem, to look at memory that may go away meanwhile.
     memory: Option<Fd>,
-    table: &'a mut Table,
+    table: &'a mut RangeAttributes,
     put: P,
 }
 
@@ -151,8 +151,8 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         self.noted(map.range, false);
     }
 
-    /// Adds the parts of `range` whose notes say so; if `bare`, all but those that are to be left alone. What is not to be dumped is
-    /// secret: it is managed only if the program asked for just that.
+    /// Adds the parts of `range` that are managed by their attributes; if `bare`, all except those that must be left alone. Memory that
+    /// is excluded from core dumps is secret: it is managed only if the program asked for it by madvise(2).
     fn noted(&mut self, range: Range, bare: bool) {
         let mut at = range.start;
         while at < range.end {

@@ -1,5 +1,5 @@
-//! Memory that the program takes where no interposed call shows it: blocks that the C library's allocator maps from within, and
-//! the heap. Under `--manage all` both are managed once they are listed, so somebody must see that there is more to list.
+//! Memory that the program takes without an interposed call: blocks that the C library's allocator maps by internal calls, and the
+//! heap. Under `--manage all` both are managed once they are listed, so the agent must notice that there is more to list.
 
 use crate::limits::ALL_MIN;
 use pagefold_os::PAGE_SIZE;
@@ -7,20 +7,20 @@ use pagefold_os::fd::Fd;
 
 /// How much private writable memory the process has, against what it had when its mappings were listed.
 #[derive(Debug)]
-pub(crate) struct Growth {
+pub(crate) struct RssWatch {
     /// Kept open, for the program may move to where no /proc is. Nothing is seen where none was at the start.
     statm: Option<Fd>,
     /// Pages when the mappings were listed, or fewer since.
     listed: u64,
 }
 
-impl Growth {
+impl RssWatch {
     /// Begins with what there is now.
-    pub(crate) fn begin() -> Growth {
-        let mut growth =
-            Growth { statm: Fd::open(c"/proc/thread-self/statm", libc::O_RDONLY, 0).ok(), listed: u64::MAX };
-        growth.note_listed();
-        growth
+    pub(crate) fn begin() -> RssWatch {
+        let mut watch =
+            RssWatch { statm: Fd::open(c"/proc/thread-self/statm", libc::O_RDONLY, 0).ok(), listed: u64::MAX };
+        watch.note_listed();
+        watch
     }
 
     /// What there is now is about to be listed.
@@ -31,7 +31,7 @@ impl Growth {
     }
 
     /// True, once, if as much came as `--manage all` looks at.
-    pub(crate) fn is_news(&mut self) -> bool {
+    pub(crate) fn has_grown(&mut self) -> bool {
         self.pages().is_some_and(|pages| self.has_grown_to(pages))
     }
 
@@ -60,23 +60,23 @@ mod tests {
 
     #[test]
     fn growth_is_news_once() {
-        let mut growth = Growth { statm: None, listed: 1000 };
-        assert!(!growth.is_news(), "nothing is seen without /proc");
-        assert!(!growth.has_grown_to(1000) && !growth.has_grown_to(1255));
-        assert!(growth.has_grown_to(1256) && !growth.has_grown_to(1256));
+        let mut watch = RssWatch { statm: None, listed: 1000 };
+        assert!(!watch.has_grown(), "nothing is seen without /proc");
+        assert!(!watch.has_grown_to(1000) && !watch.has_grown_to(1255));
+        assert!(watch.has_grown_to(1256) && !watch.has_grown_to(1256));
         // Less, and then what there was before: that is other memory.
-        assert!(!growth.has_grown_to(500) && growth.has_grown_to(1000) && !growth.has_grown_to(1000));
+        assert!(!watch.has_grown_to(500) && watch.has_grown_to(1000) && !watch.has_grown_to(1000));
         // By and by.
-        assert_eq!((1000..1600).filter(|&pages| growth.has_grown_to(pages)).collect::<Vec<_>>(), [1256, 1512]);
+        assert_eq!((1000..1600).filter(|&pages| watch.has_grown_to(pages)).collect::<Vec<_>>(), [1256, 1512]);
     }
 
     #[test]
     fn a_mapping_is_growth() {
-        let growth = Growth::begin();
-        let before = growth.pages().expect("a file of /proc");
+        let watch = RssWatch::begin();
+        let before = watch.pages().expect("a file of /proc");
         // Far more than other tests take meanwhile.
         let more = pagefold_os::mem::Mapping::anonymous(16 << 30).expect("a mapping");
-        let pages = growth.pages().expect("a file of /proc");
+        let pages = watch.pages().expect("a file of /proc");
         assert!(pages > before + (8 << 30) / PAGE_SIZE as u64, "{before} {pages}");
         drop(more);
     }

@@ -1,9 +1,9 @@
-//! Pages that nobody can bring back any more: who touches them gets SIGBUS, never other bytes.
+//! When evicted pages are lost: an access to them raises SIGBUS then, and never reads other bytes.
 //!
-//! A daemon that is gone may have a successor, and its keeper holds what that needs: pages are lost only once neither can be
-//! reached. The daemon does the same to what is out when it finds that the tier is gone.
+//! A dead daemon may get a successor, and its keeper holds what that needs: pages are lost only once neither can be reached. The
+//! daemon does the same to evicted pages when it finds that the tier is gone.
 
-use super::session::{Cold, TABLE};
+use super::session::{ColdSession, RESIDENCY};
 use crate::runtime::connection::ACCEPT_MS;
 use crate::state::read_settings;
 use core::sync::atomic::Ordering;
@@ -15,59 +15,59 @@ use pagefold_protocol::residency_map::{OWNER_AGENT, ResidencyMap, apply_event, p
 /// How long daemon and keeper must both be out of reach, and no daemon serve the table, before pages that are out count as
 /// lost, in nanoseconds.
 const LOST_NS: u64 = if cfg!(test) { 200_000_000 } else { 10_000_000_000 };
-/// Pause between two looks whether somebody is there, in nanoseconds.
+/// Pause between two attempts to reach daemon or keeper, in nanoseconds.
 const LOOKS_NS: u64 = LOST_NS / 40;
 
-/// Watches for the moment from which nobody can bring pages back any more.
+/// Watches for the moment from which no process can bring pages back any more.
 #[derive(Default)]
-pub(super) struct Vigil {
+pub(super) struct DaemonLiveness {
     /// What the daemon's count was.
     beat: u32,
     looked_ns: u64,
-    /// Since when nobody was there; 0 while somebody is.
+    /// Since when neither daemon nor keeper could be reached; 0 while one can.
     alone_ns: u64,
 }
 
-impl Vigil {
+impl DaemonLiveness {
     /// One that takes nothing for life but what comes from now on.
-    pub(super) fn over(table: &ResidencyMap) -> Vigil {
-        Vigil { beat: table.head().heartbeat.load(Ordering::Acquire), ..Vigil::default() }
+    pub(super) fn of(residency: &ResidencyMap) -> DaemonLiveness {
+        DaemonLiveness { beat: residency.head().heartbeat.load(Ordering::Acquire), ..DaemonLiveness::default() }
     }
 
-    /// Nobody was there at the last look.
-    pub(super) fn is_alone(&self) -> bool {
+    /// Returns true if neither could be reached at the last attempt.
+    pub(super) fn is_unreachable(&self) -> bool {
         self.alone_ns != 0
     }
 
-    /// Somebody is there.
-    pub(super) fn begin_anew(&mut self) {
+    /// A daemon was reached.
+    pub(super) fn note_alive(&mut self) {
         self.alone_ns = 0;
     }
 
-    /// True once nobody was there for long. Who lives may still bring the pages back: a successor, or the keeper that will
-    /// have one.
-    pub(super) fn is_over(&mut self, table: &ResidencyMap) -> bool {
+    /// Returns true once neither could be reached for long. A live one may still bring the pages back: a successor of the daemon, or
+    /// the keeper, which will start one.
+    pub(super) fn is_lost(&mut self, residency: &ResidencyMap) -> bool {
         let now = sched::monotonic_ns();
         if now - self.looked_ns > LOOKS_NS {
             self.looked_ns = now;
-            // Who cannot reach it (a program with another root directory, or out of descriptors) is served all the same.
-            let beat = table.head().heartbeat.load(Ordering::Acquire);
-            if beat != core::mem::replace(&mut self.beat, beat) || somebody_lives(read_settings().0) {
+            // A daemon also serves a client that cannot connect (a program with another root directory, or out of descriptors).
+            let beat = residency.head().heartbeat.load(Ordering::Acquire);
+            if beat != core::mem::replace(&mut self.beat, beat) || is_served(read_settings().0) {
                 self.alone_ns = 0;
             } else if self.alone_ns == 0 {
                 self.alone_ns = now;
             }
         }
-        self.is_alone() && now - self.alone_ns > LOST_NS
+        self.is_unreachable() && now - self.alone_ns > LOST_NS
     }
 }
 
-/// Somebody lives who has what is out, or may have it: the daemon at `socket`, or its keeper.
-fn somebody_lives(socket: &[u8]) -> bool {
-    lives(socket) || keeper_lives(socket)
+/// Returns true if a process lives that has the evicted pages, or may have them: the daemon at `socket`, or its keeper.
+fn is_served(socket: &[u8]) -> bool {
+    accepts(socket) || keeper_accepts(socket)
 }
 
-fn keeper_lives(socket: &[u8]) -> bool {
+fn keeper_accepts(socket: &[u8]) -> bool {
     let mut path = [0u8; 120];
     let len = socket.len() + KEEPER_SUFFIX.len();
     if len > path.len() {
@@ -75,43 +75,43 @@ fn keeper_lives(socket: &[u8]) -> bool {
     }
     path[..socket.len()].copy_from_slice(socket);
     path[socket.len()..len].copy_from_slice(KEEPER_SUFFIX);
-    lives(&path[..len])
+    accepts(&path[..len])
 }
 
-/// Somebody listens at `path`, even if he has no time.
-fn lives(path: &[u8]) -> bool {
+/// Returns true if a process listens at `path`, even if it accepts no connection now.
+fn accepts(path: &[u8]) -> bool {
     matches!(sock::connect_within(path, ACCEPT_MS), Ok(_) | Err(Errno(libc::EAGAIN)))
 }
 
-impl Cold {
-    /// Takes the pact from a daemon that is gone; one that comes back finds that what it had begun is void.
-    pub(super) fn force_pact(&self) {
-        self.table.head().epoch.fetch_add(1, Ordering::SeqCst);
-        self.table.head().owner.store(OWNER_AGENT, Ordering::SeqCst);
+impl ColdSession {
+    /// Takes the owner lock from a daemon that is gone; a daemon that comes back finds its requests out of date.
+    pub(super) fn force_lock(&self) {
+        self.residency.head().epoch.fetch_add(1, Ordering::SeqCst);
+        self.residency.head().owner.store(OWNER_AGENT, Ordering::SeqCst);
     }
 
-    /// Who touches a page that is out gets SIGBUS, also who waits for it now.
-    pub(super) fn lose_out(&self) {
-        // Without the guard: who has it may be waiting for a daemon to read an event, and nobody moves pages but us.
-        self.force_pact();
-        poison_evicted(&self.hold, &self.table);
-        self.table.head().moving_pages.store(0, Ordering::SeqCst);
-        self.table.unlock();
+    /// Poisons the evicted pages: an access raises SIGBUS, also one that waits now.
+    pub(super) fn poison_all(&self) {
+        // Without the mapping lock: its holder may be waiting for a daemon to read an event. Only this thread evicts pages.
+        self.force_lock();
+        poison_evicted(&self.hold, &self.residency);
+        self.residency.head().moving_pages.store(0, Ordering::SeqCst);
+        self.residency.unlock();
     }
 
-    /// Reads the events that wait, in the place of a daemon that is gone. The pact is held.
-    pub(super) fn hear(&self) {
+    /// Reads the events that wait, in the place of a daemon that is gone. The owner lock is held.
+    pub(super) fn apply_events(&self) {
         while let Ok(Some(event)) = self.hold.read_event_at_once() {
-            apply_event(&self.table, event);
+            apply_event(&self.residency, event);
         }
     }
 
-    /// The pages that are out are lost: who touches them gets SIGBUS, not other bytes. Everything else is the kernel's
-    /// again, for we are the last to hold the descriptor: who waited goes on.
+    /// The evicted pages are lost: an access raises SIGBUS, and never reads other bytes. Everything else returns to the kernel, because
+    /// the agent closes the last descriptor: waiting threads go on.
     pub(super) fn give_up(self) {
-        self.lose_out();
-        TABLE.store(0, Ordering::Release);
-        self.table.head().client_id.store(0, Ordering::Release);
+        self.poison_all();
+        RESIDENCY.store(0, Ordering::Release);
+        self.residency.head().client_id.store(0, Ordering::Release);
     }
 }
 
@@ -120,19 +120,19 @@ mod tests {
     use super::*;
     use std::os::unix::ffi::OsStrExt;
 
-    /// One that stands still has no place left for who asks.
+    /// A stopped daemon with a full queue of connections.
     #[test]
-    fn a_daemon_that_takes_no_connections_lives_and_holds_nobody_up() {
+    fn a_daemon_that_accepts_no_connection_counts_as_alive() {
         let path = std::env::temp_dir().join(format!("pagefold-lives-{}", std::process::id()));
         let path = path.as_os_str().as_bytes();
         let listener = sock::listen(path).unwrap();
         while sock::connect_within(path, 1).is_ok() {}
         let (say, said) = std::sync::mpsc::channel();
         let socket = path.to_vec();
-        std::thread::spawn(move || say.send(somebody_lives(&socket)));
+        std::thread::spawn(move || say.send(is_served(&socket)));
         assert_eq!(said.recv_timeout(std::time::Duration::from_secs(60)), Ok(true));
         drop(listener);
-        assert!(!somebody_lives(path));
+        assert!(!is_served(path));
         std::fs::remove_file(std::ffi::OsStr::from_bytes(path)).unwrap();
     }
 }

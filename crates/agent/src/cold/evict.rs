@@ -1,11 +1,11 @@
-//! How pages leave: copied while the program runs, later frozen, compared with the copy, and let go.
+//! How pages are evicted: copied while the program runs, later frozen, compared with the copy, and freed.
 //!
-//! Guard and pact are held from the freeze until each page is out or back where it was: no page may be in the staging area
-//! when either is free for good. Where a discard by a raw call waits for its event, the pact is given away for a moment, so the
-//! states in the table say at any time which pages are in our hands.
+//! Mapping lock and owner lock are held from the freeze until each page is out or back where it was: no page may be in the staging area
+//! when either is free for good. Where a discard by a raw call waits for its event, the owner lock is given away for a moment, so the
+//! states in the residency map say at any time which pages are frozen.
 
-use super::daemon_liveness::Vigil;
-use super::session::{Cold, Connection};
+use super::daemon_liveness::DaemonLiveness;
+use super::session::{ColdSession, Connection};
 use crate::address_space::prefault;
 use crate::address_space::regions::is_left_alone;
 use crate::runtime::thread::yield_now;
@@ -25,7 +25,7 @@ const REMOVED_NS: u64 = 1_000_000_000;
 /// How often a move that says "try again" is tried again before the page counts as pinned.
 const MOVE_TRIES: u32 = 64;
 
-impl Cold {
+impl ColdSession {
     /// Copies pages to the channel.
     /// Page `n` of all runs together lies in place `first + n`, and the byte of that place in the answer says whether it
     /// was copied. Returns the place behind the last.
@@ -47,30 +47,30 @@ impl Cold {
 
     /// Takes those pages away that still equal their copies; byte `n` of the answer says whether page `n` is out. It is
     /// `asked` now by the daemon's clock.
-    pub(super) fn drop_pages(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
-        let _held = SHARED.guard.lock(COLD_AGENT);
+    pub(super) fn evict_pages(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
+        let _held = SHARED.mapping_lock.lock(COLD_AGENT);
         // Of what a bare call has unmapped or moved the daemon hears first: else it would take what is there now, and goes
         // out, for what was there before.
         for _ in 0..MOVE_TRIES {
-            if !self.table.lock_within(200) {
+            if !self.residency.lock_within(200) {
                 return Err(Errno(libc::EBUSY));
             }
             if !self.hold.is_changing() {
-                return self.drop_with_pact(connection, count, asked);
+                return self.evict_with_lock(connection, count, asked);
             }
-            self.table.unlock();
+            self.residency.unlock();
             yield_now();
         }
         Err(Errno(libc::EAGAIN))
     }
 
-    /// As [`drop_pages`](Self::drop_pages), with guard and pact held; that is free then.
-    pub(super) fn drop_with_pact(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
+    /// As [`evict_pages`](Self::evict_pages), with mapping lock and owner lock held; that is free then.
+    pub(super) fn evict_with_lock(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
         let channel = &connection.channel;
         (0..FETCH_PAGES_MAX).for_each(|place| channel.put_answer_of_page(place, 0));
-        if self.table.head().epoch.load(Ordering::Relaxed) != connection.epoch {
+        if self.residency.head().epoch.load(Ordering::Relaxed) != connection.epoch {
             // Another daemon has taken over, and does not know what this request is about.
-            self.table.unlock();
+            self.residency.unlock();
             return Err(Errno(libc::ESTALE));
         }
         for index in 0..count {
@@ -82,13 +82,13 @@ impl Cold {
             if pages == 0 || place + pages > FETCH_PAGES_MAX || !range.start.is_multiple_of(PAGE) || !inside {
                 continue;
             }
-            // The pact may have been away for a moment, and with it the daemon that asked.
-            if self.table.head().epoch.load(Ordering::Relaxed) == connection.epoch {
-                self.drop_run(range, around, place, connection, asked);
+            // The owner lock may have been away for a moment, and with it the daemon that asked.
+            if self.residency.head().epoch.load(Ordering::Relaxed) == connection.epoch {
+                self.evict_run(range, around, place, connection, asked);
             }
         }
-        self.table.unlock();
-        // Who waited for a page that stayed, or whose fault was read while it was frozen.
+        self.residency.unlock();
+        // Wakes threads that wait for a page that stayed, or that faulted on a frozen page.
         for index in 0..count {
             let run: EvictEntry = channel.request(index);
             let _ = self.hold.wake(Range::pages_from(run.start, u64::from(run.pages.min(FETCH_PAGES_MAX as u32))));
@@ -100,11 +100,11 @@ impl Cold {
         Ok(count)
     }
 
-    /// Makes pages that the kernel would not move the process's own, as the next write would: a page that a fork shared
-    /// counts as shared until then, also when the child is long gone. The daemon may ask again.
+    /// Makes pages that the kernel would not move exclusive to the process, as the next write would: a page that a fork shared counts as
+    /// shared until then, even long after the child has ended. The daemon may ask again.
     ///
-    /// Without the pact: a page that is gone meanwhile is a fault that the daemon answers. It must not wait for room, which
-    /// nobody makes before we have answered.
+    /// Without the owner lock: a page that is evicted meanwhile is a fault that the daemon answers. That fault must not wait for room,
+    /// because the daemon makes room only after this answer.
     pub(super) fn make_exclusive(&self, channel: &Channel, count: usize) {
         for index in 0..count {
             let run: EvictEntry = channel.request(index);
@@ -121,7 +121,7 @@ impl Cold {
                 }
                 if from < page {
                     let start = run.start + (from * PAGE_SIZE) as u64;
-                    let bringing = &self.table.head().paused_evictions;
+                    let bringing = &self.residency.head().paused_evictions;
                     bringing.fetch_add(1, Ordering::SeqCst);
                     // SAFETY: changes no bytes.
                     let _ =
@@ -133,20 +133,20 @@ impl Cold {
         }
     }
 
-    fn drop_run(&self, range: Range, around: Range, place: usize, connection: &Connection, asked: u64) {
+    fn evict_run(&self, range: Range, around: Range, place: usize, connection: &Connection, asked: u64) {
         let channel = &connection.channel;
         let (Some(mover), Some(staging)) = (&self.mover, &self.staging) else { return };
-        let held = SHARED.guard.lock(COLD_AGENT);
+        let held = SHARED.mapping_lock.lock(COLD_AGENT);
         if is_left_alone(SHARED.tables(&held).table, range) {
             return;
         }
         // The note is by the daemon's clock or by ours, which a time namespace may have set apart.
         let now = [asked, sched::monotonic_ns()];
         let is_calm = |index| {
-            let removed = self.table.last_discard(index).load(Ordering::Relaxed);
+            let removed = self.residency.last_discard(index).load(Ordering::Relaxed);
             now.iter().all(|now| now.abs_diff(removed) > REMOVED_NS)
         };
-        if !self.table.add_range(range, is_calm) {
+        if !self.residency.add_range(range, is_calm) {
             return;
         }
         // In missing mode from here on: an access to an absent page of the region waits for the daemon.
@@ -157,9 +157,9 @@ impl Cold {
         }
         let pages = range.pages() as usize;
         let base = staging.addr() + (place * PAGE_SIZE) as u64;
-        // So that nobody takes an absent page for one that never was, should the pact be away before it is back.
+        // Marked before the move, so that an absent page never counts as untouched while the owner lock is given away for a moment.
         for addr in (range.start..range.end).step_by(PAGE_SIZE) {
-            self.table.set_state(addr, FROZEN);
+            self.residency.set_state(addr, FROZEN);
         }
         let mut at = range.start;
         let mut tries = 0;
@@ -186,11 +186,11 @@ impl Cold {
         }
         let mut back = [true; FETCH_PAGES_MAX];
         prefault::each_present(Range::pages_from(base, range.pages()), &self.pagemap, |page| {
-            // SAFETY: the page is resident in the staging area, where nobody else writes.
+            // SAFETY: the page is resident in the staging area, where no other thread writes.
             let frozen = unsafe { &*((base + (page * PAGE_SIZE) as u64) as *const Page) };
             if channel.holds_page(place + page, frozen) {
                 back[page] = false;
-                self.table.set_state(range.start + (page * PAGE_SIZE) as u64, EVICTED);
+                self.residency.set_state(range.start + (page * PAGE_SIZE) as u64, EVICTED);
                 channel.put_answer_of_page(place + page, EVICT_DONE);
             }
         });
@@ -204,17 +204,17 @@ impl Cold {
                 let start = (from * PAGE_SIZE) as u64;
                 self.move_back(range.start + start, base + start, (page - from) as u64);
                 for addr in (range.start + start..range.start + (page * PAGE_SIZE) as u64).step_by(PAGE_SIZE) {
-                    self.table.set_state(addr, RESIDENT);
+                    self.residency.set_state(addr, RESIDENT);
                 }
             }
             page += 1;
         }
     }
 
-    /// Moves staged pages back to where they were; holes are skipped. The pact is held before and after.
+    /// Moves staged pages back to where they were; holes are skipped. The owner lock is held before and after.
     fn move_back(&self, dst: u64, src: u64, pages: u64) {
         let end = src + pages * PAGE;
-        let mut vigil = Vigil::default();
+        let mut liveness = DaemonLiveness::default();
         let mut at = src;
         let mut single = false;
         while at < end {
@@ -227,7 +227,7 @@ impl Cold {
             match error {
                 None => {}
                 // The program discards something through a raw call: its event must be read before anything moves.
-                Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut vigil),
+                Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut liveness),
                 Some(Errno(libc::ENOMEM | libc::EBUSY)) => yield_now(),
                 // The run lies in several mappings.
                 Some(Errno(errno)) if !single && errno != libc::EEXIST => single = true,
@@ -237,7 +237,7 @@ impl Cold {
                     // SAFETY: the page is in the staging area.
                     let (_, error) = unsafe { self.hold.copy(target, at, PAGE, uffd::DONTWAKE) };
                     match error {
-                        Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut vigil),
+                        Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut liveness),
                         Some(Errno(libc::ENOMEM)) => yield_now(),
                         _ => at += PAGE,
                     }
@@ -246,21 +246,21 @@ impl Cold {
         }
     }
 
-    /// Gives the pact away for a moment, so that the daemon reads the events that wait; drops pages discarded by them. Where
-    /// nobody is left to read them we do, and have the pact whoever took it.
-    fn let_events_pass(&self, dst: u64, src: u64, pages: u64, vigil: &mut Vigil) {
-        self.table.unlock();
+    /// Gives the owner lock away for a moment, so that the daemon reads the waiting events; drops pages that they discard. If no daemon is
+    /// left to read them, the agent reads them, and takes the lock from its dead holder.
+    fn let_events_pass(&self, dst: u64, src: u64, pages: u64, liveness: &mut DaemonLiveness) {
+        self.residency.unlock();
         yield_now();
-        let mut alone = vigil.is_over(&self.table);
-        while !alone && !self.table.lock_within(100) {
-            alone = vigil.is_over(&self.table);
+        let mut alone = liveness.is_lost(&self.residency);
+        while !alone && !self.residency.lock_within(100) {
+            alone = liveness.is_lost(&self.residency);
         }
         if alone {
-            self.force_pact();
-            self.hear();
+            self.force_lock();
+            self.apply_events();
         }
         for page in 0..pages {
-            if self.table.state(dst + page * PAGE) == DISCARDED {
+            if self.residency.state(dst + page * PAGE) == DISCARDED {
                 // SAFETY: the staging area is ours; the program declared the page void.
                 let _ = unsafe { mem::advise(src + page * PAGE, PAGE, libc::MADV_DONTNEED) };
             }
@@ -269,16 +269,16 @@ impl Cold {
 
     /// Ends the missing mode of `range` if no page of it is out; new pages cost nothing of ours again.
     pub(super) fn release(&self, range: Range) -> Result<()> {
-        let _held = SHARED.guard.lock(COLD_AGENT);
-        if !self.table.lock_within(200) {
+        let _held = SHARED.mapping_lock.lock(COLD_AGENT);
+        if !self.residency.lock_within(200) {
             return Err(Errno(libc::EBUSY));
         }
-        let result = if self.table.has(range, EVICTED) {
+        let result = if self.residency.has(range, EVICTED) {
             Err(Errno(libc::EBUSY))
         } else {
             self.hold.unregister(range).and_then(|()| self.hold.register(range, uffd::MODE_WP))
         };
-        self.table.unlock();
+        self.residency.unlock();
         result
     }
 }

@@ -1,12 +1,12 @@
-//! How pages come back: by being touched, by a thread that waits for the daemon meanwhile.
+//! How pages return: a thread touches them, and waits for the daemon meanwhile.
 //!
-//! Many at once come with the guard held, so nothing goes out again behind them, and nobody makes room: the daemon says how
-//! much there is, and who comes to its end stops. A step with several mappings, lost pages or pages that the program may not
-//! read is taken apart.
+//! Many pages return at once with the mapping lock held, so none is evicted again meanwhile, and no room is made: the daemon says how
+//! much room there is, and the thread stops at its end. A step that spans several mappings, or has lost pages or pages that the
+//! program may not read, is taken apart.
 
-use super::session::table;
+use super::session::residency;
 use crate::address_space::maps::Maps;
-use crate::runtime::housekeeping::leave_if_alone;
+use crate::runtime::housekeeping::exit_if_alone;
 use crate::runtime::thread::{begin_thread, exit_thread, yield_now};
 use crate::state::{COLD_AGENT, FAULT_IN_THREAD, MAY_START, SHARED};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -34,7 +34,7 @@ fn populate(range: Range) -> Result<()> {
 
 /// As [`read_in`], of a step that lies in several mappings, has lost pages, or that the program may not read. The last it may
 /// for a moment: nothing else has the kernel wait for a page there (`/proc/PID/mem` does not), and its own calls that change
-/// rights wait for the guard.
+/// rights wait for the mapping lock.
 #[inline(never)]
 fn read_in_parts(step: Range) {
     let Ok(maps) = Maps::open() else { return };
@@ -74,7 +74,7 @@ pub(super) struct Wanted<F: Fn(u64, u64) -> (u64, bool)> {
     /// How far what lies at an address is of one kind (to an end at most), and whether it shall stay out.
     pub(super) stretch: F,
     /// Whether a limit has room for it or not.
-    pub(super) whatever_it_takes: bool,
+    pub(super) ignores_limit: bool,
 }
 
 /// For [`Wanted`]: nothing stays out.
@@ -85,26 +85,26 @@ pub(super) fn all(_: u64, end: u64) -> (u64, bool) {
 pub(super) const EVERYTHING: Range = Range { start: 0, end: u64::MAX >> 1 };
 
 /// It has touched everything.
-static BROUGHT: AtomicBool = AtomicBool::new(false);
+static IS_DONE: AtomicBool = AtomicBool::new(false);
 
 /// What [`FAULT_IN_THREAD`] is to do.
-static ORDER: AtomicU32 = AtomicU32::new(BRING);
+static ORDER: AtomicU32 = AtomicU32::new(FAULT_IN);
 const STAND_BY: u32 = 1;
-const BRING: u32 = 2;
+const FAULT_IN: u32 = 2;
 const GO: u32 = 3;
 
-/// How long who stands by sleeps before it looks around, in nanoseconds.
+/// How long the standby thread sleeps before it does its housekeeping, in nanoseconds.
 const REST_NS: i64 = 500_000_000;
 
 /// Starts [`FAULT_IN_THREAD`] now, for later: from now on no thread may be started any more.
 #[cfg(any(test, feature = "preload"))]
-pub(super) fn stand_by() {
+pub(super) fn start_standby() {
     if !FAULT_IN_THREAD.is_gone() {
         return;
     }
     ORDER.store(STAND_BY, Ordering::Release);
     BEGUN.store(false, Ordering::Relaxed);
-    if FAULT_IN_THREAD.start(bringer_main) {
+    if FAULT_IN_THREAD.start(thread_main) {
         // What it calls first may be forbidden soon.
         while !BEGUN.load(Ordering::Acquire) && !FAULT_IN_THREAD.is_gone() {
             yield_now();
@@ -115,7 +115,7 @@ pub(super) fn stand_by() {
 /// It has begun.
 static BEGUN: AtomicBool = AtomicBool::new(false);
 
-/// Tells who stands by what to do; false if nobody does.
+/// Gives the standby thread its order; false if there is no such thread.
 fn order(what: u32) -> bool {
     let told = ORDER.compare_exchange(STAND_BY, what, Ordering::AcqRel, Ordering::Acquire).is_ok();
     // SAFETY: the word outlives the call.
@@ -123,8 +123,8 @@ fn order(what: u32) -> bool {
     told && !FAULT_IN_THREAD.is_gone()
 }
 
-/// Lets who stands by go, and waits until it has gone: nobody leaves any more.
-pub(super) fn dismiss() {
+/// Ends the standby thread, and waits until it has ended: no agent leaves any more.
+pub(super) fn dismiss_standby() {
     if order(GO) {
         while !FAULT_IN_THREAD.is_gone() {
             yield_now();
@@ -134,28 +134,28 @@ pub(super) fn dismiss() {
 
 /// In a forked child, which has none of its parent's threads.
 #[cfg(feature = "preload")]
-pub(super) fn forget_bringer() {
+pub(super) fn forget_thread() {
     FAULT_IN_THREAD.forget();
-    ORDER.store(BRING, Ordering::Relaxed);
+    ORDER.store(FAULT_IN, Ordering::Relaxed);
 }
 
 /// Has [`FAULT_IN_THREAD`] touch everything, and `wait` called until it is gone; false if it has not touched everything.
-pub(super) fn bring_aside(mut wait: impl FnMut()) -> bool {
-    BROUGHT.store(false, Ordering::Relaxed);
+pub(super) fn fault_in_by_thread(mut wait: impl FnMut()) -> bool {
+    IS_DONE.store(false, Ordering::Relaxed);
     let starts = || {
-        ORDER.store(BRING, Ordering::Release);
-        MAY_START.load(Ordering::Acquire) && FAULT_IN_THREAD.start(bringer_main)
+        ORDER.store(FAULT_IN, Ordering::Release);
+        MAY_START.load(Ordering::Acquire) && FAULT_IN_THREAD.start(thread_main)
     };
-    if !order(BRING) && !starts() {
+    if !order(FAULT_IN) && !starts() {
         return false;
     }
     while !FAULT_IN_THREAD.is_gone() {
         wait();
     }
-    BROUGHT.load(Ordering::Acquire)
+    IS_DONE.load(Ordering::Acquire)
 }
 
-extern "C" fn bringer_main() -> ! {
+extern "C" fn thread_main() -> ! {
     if begin_thread(c"pagefold-back") {
         BEGUN.store(true, Ordering::Release);
         let rest = libc::timespec { tv_sec: 0, tv_nsec: REST_NS };
@@ -164,47 +164,47 @@ extern "C" fn bringer_main() -> ! {
             // SAFETY: word and time outlive the call.
             let _ =
                 unsafe { syscall!(libc::SYS_futex, ORDER.as_ptr(), operation, STAND_BY, core::ptr::from_ref(&rest)) };
-            leave_if_alone();
+            exit_if_alone();
         }
-        if ORDER.load(Ordering::Acquire) == BRING {
-            bring_all();
-            BROUGHT.store(true, Ordering::Release);
+        if ORDER.load(Ordering::Acquire) == FAULT_IN {
+            fault_in_everything();
+            IS_DONE.store(true, Ordering::Release);
         }
     }
     exit_thread()
 }
 
 /// Has everything back, whether a limit has room for it or not, but for what is lost.
-pub(super) fn bring_all() {
-    let _held = SHARED.guard.lock(COLD_AGENT);
-    if let Some(table) = table() {
-        let _ = bring_back(&table, &Wanted { range: EVERYTHING, stretch: all, whatever_it_takes: true });
+pub(super) fn fault_in_everything() {
+    let _held = SHARED.mapping_lock.lock(COLD_AGENT);
+    if let Some(residency) = residency() {
+        let _ = fault_in(&residency, &Wanted { range: EVERYTHING, stretch: all, ignores_limit: true });
     }
 }
 
-/// Touches every page that is out, so that it comes back.
+/// Touches every evicted page, so that it returns.
 ///
-/// Nothing can go out meanwhile, for the caller holds the guard. So the daemon keeps none of these pages waiting for room; it
-/// tells how much there is, and who comes to its end stops.
+/// No page is evicted meanwhile, because the caller holds the mapping lock. So the daemon keeps none of these pages waiting for room;
+/// it says how much room there is, and this function stops at its end.
 ///
 /// # Errors
-/// `ENOMEM` if a limit of memory has no room for all of it; what came stays.
-pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &ResidencyMap, wanted: &Wanted<F>) -> Result<()> {
+/// `ENOMEM` if a limit of memory has no room for all of it; pages that have returned stay.
+pub(super) fn fault_in<F: Fn(u64, u64) -> (u64, bool)>(residency: &ResidencyMap, wanted: &Wanted<F>) -> Result<()> {
     /// Between two looks at the room; what is kept free beyond it is far more.
     const STEP: usize = STEP_PAGES * PAGE_SIZE;
-    let head = table.head();
+    let head = residency.head();
     // In this order: what is moved is on the move before it is out no more.
     if head.evicted.load(Ordering::Acquire) == 0 && head.moving_pages.load(Ordering::SeqCst) == 0 {
         return Ok(());
     }
     let epoch = head.epoch.load(Ordering::SeqCst);
-    let has_no_room = || !wanted.whatever_it_takes && head.headroom() < STEP_PAGES as u64;
+    let has_no_room = || !wanted.ignores_limit && head.headroom() < STEP_PAGES as u64;
     let mut is_full = false;
     // True if something is out that was touched: the table says so a moment longer, and until the daemon has heard of a bare
     // call that took it elsewhere.
     let mut touch = || {
         let mut again = false;
-        table.for_each_run(wanted.range.start, wanted.range.end, EVICTED, |mut start, run_end| {
+        residency.for_each_run(wanted.range.start, wanted.range.end, EVICTED, |mut start, run_end| {
             while start < run_end && !is_full {
                 let (end, stays) = (wanted.stretch)(start, run_end.min(start + STEP as u64));
                 let step = Range { start, end };
@@ -216,7 +216,7 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &ResidencyMap, w
                 if touched.is_err() {
                     read_in_parts(step);
                 }
-                again |= matches!(touched, Ok(()) | Err(Errno(libc::ENOMEM))) && table.has(step, EVICTED);
+                again |= matches!(touched, Ok(()) | Err(Errno(libc::ENOMEM))) && residency.has(step, EVICTED);
                 // Behind the step: what was true at the last fault long ago would be no news.
                 is_full = has_no_room();
             }

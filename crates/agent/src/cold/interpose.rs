@@ -1,11 +1,11 @@
-//! What the program's own calls need of the tier: forks, moves and discards of memory of which pages are out.
+//! What the program's own calls need of the tier: forks, moves and discards of memory with evicted pages.
 //!
-//! All run in the program's threads, with the guard held. A child has nobody to ask for pages, a page that moves would be
-//! looked for at its old address, and a page that is discarded must not come back: so each call has its way here, before or
-//! around what the kernel does.
+//! All run in the program's threads, with the mapping lock held. A child has no daemon to ask for pages, the daemon would look for a
+//! moved page at its old address, and a discarded page must not return. So each of these calls is prepared here, before or around
+//! the system call.
 
-use super::fault_in::{EVERYTHING, Wanted, all, bring_back, forget_bringer};
-use super::session::{TABLE, table};
+use super::fault_in::{EVERYTHING, Wanted, all, fault_in, forget_thread};
+use super::session::{RESIDENCY, residency};
 use crate::runtime::thread::yield_now;
 use crate::state::{LEASE, LEASE_THREAD};
 use core::sync::atomic::Ordering;
@@ -13,17 +13,17 @@ use pagefold_os::Range;
 use pagefold_os::raw::Result;
 use pagefold_protocol::residency_map::EVICTED;
 
-/// Before a fork, with the guard held: the child cannot ask for pages, so all are brought back but those that it will not
+/// Before a fork, with the mapping lock held: the child cannot ask for pages, so all are brought back but those that it will not
 /// have anyway: `dont_fork` says how far (to an end at most) an address is of one kind, and whether of that.
 ///
 /// # Errors
-/// `ENOMEM` if a limit of memory has no room for that; not if it is to be done `whatever_it_takes`.
-pub(crate) fn before_fork(whatever_it_takes: bool, dont_fork: impl Fn(u64, u64) -> (u64, bool)) -> Result<()> {
-    let Some(table) = table() else { return Ok(()) };
-    bring_back(&table, &Wanted { range: EVERYTHING, stretch: dont_fork, whatever_it_takes })
+/// `ENOMEM` if a limit of memory has no room for that; not if it is to be done `ignores_limit`.
+pub(crate) fn before_fork(ignores_limit: bool, dont_fork: impl Fn(u64, u64) -> (u64, bool)) -> Result<()> {
+    let Some(residency) = residency() else { return Ok(()) };
+    fault_in(&residency, &Wanted { range: EVERYTHING, stretch: dont_fork, ignores_limit })
 }
 
-/// Before the agent leaves though it need not, with the guard held: everything comes back.
+/// Before the agent leaves though it need not, with the mapping lock held: everything comes back.
 ///
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for that.
@@ -31,34 +31,34 @@ pub(crate) fn before_leaving() -> Result<()> {
     before_move(EVERYTHING)
 }
 
-/// Before a range moves, with the guard held: everything of it comes back, so that nothing hangs on its old address.
+/// Before a range moves, with the mapping lock held: everything of it comes back, so that nothing hangs on its old address.
 ///
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for that.
 pub(crate) fn before_move(range: Range) -> Result<()> {
-    let Some(table) = table() else { return Ok(()) };
-    bring_back(&table, &Wanted { range, stretch: all, whatever_it_takes: false })
+    let Some(residency) = residency() else { return Ok(()) };
+    fault_in(&residency, &Wanted { range, stretch: all, ignores_limit: false })
 }
 
-/// Makes a call of the program's that discards `range`, with the guard held.
+/// Makes a call of the program's that discards `range`, with the mapping lock held.
 ///
 /// The kernel lets the caller go when the daemon has *heard* of the discard. So wait until it has obeyed: no page of the
 /// range is out any more. Should it die in between, its successor finds the range here, and obeys when the call is done: one
 /// that fails leaves what it did not come to.
-pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Result<T> {
-    let Some(table) = table().filter(|_| !range.is_empty()) else { return call() };
+pub(crate) fn discarding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    let Some(residency) = residency().filter(|_| !range.is_empty()) else { return call() };
     // Not 0 if a signal handler has come into another.
-    let (outer, outer_is_done) = table.head().set_discarding(range, false);
+    let (outer, outer_is_done) = residency.head().set_discarding(range, false);
     let result = call();
     if result.is_ok() {
-        table.head().set_discarding(range, true);
+        residency.head().set_discarding(range, true);
     }
     let mut turn = 0;
     // A child that a signal handler forked meanwhile goes on here, too, and has no table.
     while result.is_ok()
-        && let Some(table) = self::table()
-        && table.head().evicted.load(Ordering::Acquire) > 0
-        && table.has(range, EVICTED)
+        && let Some(residency) = self::residency()
+        && residency.head().evicted.load(Ordering::Acquire) > 0
+        && residency.has(range, EVICTED)
     {
         turn += 1;
         if turn < 16 {
@@ -67,25 +67,25 @@ pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Resu
             let _ = pagefold_os::fd::poll(&mut [], 1);
         }
     }
-    if let Some(table) = self::table() {
-        table.head().set_discarding(outer, outer_is_done);
+    if let Some(residency) = self::residency() {
+        residency.head().set_discarding(outer, outer_is_done);
     }
     result
 }
 
 /// In a forked child: table and descriptors are the parent's.
 pub(crate) fn after_fork_child() {
-    TABLE.store(0, Ordering::Release);
+    RESIDENCY.store(0, Ordering::Release);
     LEASE.store(0, Ordering::Release);
     LEASE_THREAD.forget();
-    forget_bringer();
+    forget_thread();
 }
 
-/// Tells the daemon what the program said about a range; true if somebody listens.
+/// Tells the daemon what the program said about a range; true if this process is a client of the tier.
 pub(crate) fn hint(range: Range, advice: i32) -> bool {
-    match table() {
-        Some(table) => {
-            table.hint(range.start, range.end, advice);
+    match residency() {
+        Some(residency) => {
+            residency.hint(range.start, range.end, advice);
             true
         }
         None => false,

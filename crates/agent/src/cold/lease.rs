@@ -1,13 +1,13 @@
-//! Who has the plain memory of a client that is merged live.
+//! The lease: which thread manages the anonymous memory of a client that is merged live.
 //!
-//! A client that is parked becomes a client of the tier as well: a second thread then does what the only one of a cold client
-//! does, for the plain memory, which the other thread leaves alone meanwhile. What is merged stays merged. Here is what both
-//! threads and the program's ask; the lease begins and ends in `serve`.
+//! A parked client becomes a client of the tier as well. A second thread then does what the only thread of a cold client does, for the
+//! anonymous memory, and the thread of live merging leaves that memory alone. Merged pages stay merged. Here is what both threads
+//! and the program's threads ask; `lifecycle` begins and ends the lease.
 //!
-//! The memory is the first thread's again only when the word says 0: who asks for the end has it no sooner.
+//! The memory returns to the thread of live merging only when the word is 0, not when the end is requested.
 
 #[cfg(feature = "preload")]
-use super::session::{BELL, COLD};
+use super::session::{COLD, WAKEUP};
 use crate::state::LEASE;
 #[cfg(feature = "preload")]
 use crate::state::{LEASE_THREAD, SHARED, is_leased};
@@ -23,16 +23,16 @@ pub(crate) fn ask_end_of_lease() {
 pub(crate) fn end_lease() {
     ask_end_of_lease();
     if !LEASE_THREAD.is_gone() {
-        BELL.ring();
+        WAKEUP.wake();
     }
     LEASE_THREAD.wait();
 }
 
-/// No thread may be started from now on: who could bring everything back when the agent leaves is started before.
+/// No thread may be started from now on, so this starts the thread that faults everything in when the agent leaves.
 #[cfg(feature = "preload")]
-pub(crate) fn stand_by() {
+pub(crate) fn start_standby() {
     let runs = SHARED.phase.load(Ordering::Acquire) == 1;
     if is_leased() || runs && COLD.load(Ordering::Relaxed) {
-        super::fault_in::stand_by();
+        super::fault_in::start_standby();
     }
 }

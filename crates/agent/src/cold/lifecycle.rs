@@ -1,21 +1,21 @@
-//! The thread of a client of the tier: its connections, one after the other, and what it answers.
+//! The thread of a client of the tier: its connections, one after the other, and its end.
 //!
-//! It is the only thread of a cold client ([`run`]) or the second of a merged one, while its plain memory is leased
-//! ([`lease`]). What hangs on the userfaultfd and the table outlives each connection: a daemon that is replaced finds both.
-//! So they end only when everything is back, or when nobody lives who could bring it back.
+//! It is the only thread of a cold client ([`run`]), or the second thread of a merged one while its anonymous memory is leased
+//! ([`lease`]). Userfaultfd and residency map outlive each connection: a new daemon finds both. They end only when every page is
+//! back, or when no process lives that could bring pages back.
 
-use super::daemon_liveness::Vigil;
-use super::fault_in::{bring_all, bring_aside, dismiss};
+use super::daemon_liveness::DaemonLiveness;
+use super::fault_in::{dismiss_standby, fault_in_by_thread, fault_in_everything};
 use super::lease::ask_end_of_lease;
-use super::session::{BELL, Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
+use super::session::{ColdSession, Connection, RESIDENCY, TIER_MAX, TOLERANCE_PPM, WAKEUP};
 use crate::address_space::maps::Maps;
-use crate::address_space::regions::{for_each_plain, list_plain};
+use crate::address_space::regions::{for_each_anonymous, list_anonymous};
 use crate::limits::NOTHING;
 use crate::owned_ranges::{self, Owned};
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
-use crate::runtime::housekeeping::{leave_if_alone, look_around};
+use crate::runtime::housekeeping::{exit_if_alone, housekeep};
 use crate::runtime::thread::{begin_thread, exit_thread};
-use crate::runtime::wakeup::Bell;
+use crate::runtime::wakeup::Wakeup;
 use crate::state::{COLD_AGENT, LEASE, LEASE_THREAD, SHARED, is_leased, read_settings};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
@@ -32,8 +32,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Pause between attempts to reach a daemon, in milliseconds.
 const RECONNECT_MS: i32 = 50;
 
-/// How long who leaves waits for the pact at a time, in milliseconds, and how often: in all longer than daemon and keeper must be
-/// out of reach until they count as gone.
+/// How long a leaving agent waits for the owner lock at a time, in milliseconds, and how often: in all longer than the time after which
+/// daemon and keeper count as gone.
 const SETTLE_MS: u32 = 100;
 const SETTLE_TRIES: u32 = 150;
 
@@ -74,21 +74,21 @@ pub(crate) fn run() -> ! {
 /// Serves daemons for as long as `phase` is 1, then brings everything back.
 fn serve_while(phase: &AtomicU32) {
     let goes_on = || phase.load(Ordering::Acquire) == 1;
-    let mut cold: Option<Cold> = None;
-    let mut vigil = Vigil::default();
+    let mut cold: Option<ColdSession> = None;
+    let mut liveness = DaemonLiveness::default();
     let mut rests_until = 0;
     while goes_on() {
         let connected = (sched::monotonic_ns() >= rests_until).then(|| connect(&mut cold, phase));
         match connected {
             None => {}
             Some(Ok(mut connection)) => {
-                vigil.begin_anew();
+                liveness.note_alive();
                 if let Some(cold) = &mut cold {
                     let _ = cold.serve(&mut connection, phase);
                 }
                 if !goes_on() {
                     // Before the connection ends: its end makes the daemon look.
-                    cold.take().into_iter().for_each(Cold::leave);
+                    cold.take().into_iter().for_each(ColdSession::leave);
                     break;
                 }
             }
@@ -99,53 +99,54 @@ fn serve_while(phase: &AtomicU32) {
                 }
             }
         }
-        leave_if_alone();
+        exit_if_alone();
         if goes_on() {
             let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
         }
-        cold.iter().for_each(Cold::answer_bell);
-        if let Some(cold) = cold.take_if(|cold| vigil.is_over(&cold.table)) {
+        cold.iter().for_each(ColdSession::drain_wakeups);
+        if let Some(cold) = cold.take_if(|cold| liveness.is_lost(&cold.residency)) {
             cold.give_up();
-            // Nobody has the memory any more that was leased.
+            // No process has the leased memory any more.
             ask_end_of_lease();
         }
     }
-    cold.into_iter().for_each(Cold::leave);
-    dismiss();
+    cold.into_iter().for_each(ColdSession::leave);
+    dismiss_standby();
     owned_ranges::register(Owned::ColdStaging, NOTHING);
 }
 
-/// What the tables of earlier leases knew of discards: who was told that his is heard may act in the lease behind.
-static REMOVALS: [AtomicU64; residency_map::DISCARD_SLOTS] =
+/// What the maps of earlier leases knew of discards: a thread that discards, and has been told that the event was read, may act in
+/// the next lease.
+static LAST_DISCARDS: [AtomicU64; residency_map::DISCARD_SLOTS] =
     [const { AtomicU64::new(0) }; residency_map::DISCARD_SLOTS];
 
-fn make(device: Option<&Fd>) -> Result<Cold> {
+fn make(device: Option<&Fd>) -> Result<ColdSession> {
     let maps = Maps::open()?;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     let hold = Uffd::bare(device)?;
-    let table_fd = memfd::create(residency_map::FILE_NAME, residency_map::FILE_BYTES as u64)?;
-    memfd::add_seals(&table_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
+    let residency_fd = memfd::create(residency_map::FILE_NAME, residency_map::FILE_BYTES as u64)?;
+    memfd::add_seals(&residency_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
     let prot = libc::PROT_READ | libc::PROT_WRITE;
-    let map = mem::Mapping::file(table_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED)?;
+    let map = mem::Mapping::file(residency_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED)?;
     owned_ranges::hide(&map);
     // SAFETY: the file cannot shrink, and the mapping is kept for good.
-    let table = unsafe { ResidencyMap::at(map.addr()) };
+    let residency = unsafe { ResidencyMap::at(map.addr()) };
     core::mem::forget(map);
-    table.initialize();
-    for (other, removal) in table.head().shared_discards.iter().zip(&REMOVALS) {
+    residency.initialize();
+    for (other, removal) in residency.head().shared_discards.iter().zip(&LAST_DISCARDS) {
         other.store(removal.load(Ordering::Relaxed), Ordering::Relaxed);
     }
-    // SAFETY: takes nothing.
+    // SAFETY: the call takes no arguments.
     let pid = unsafe { syscall!(libc::SYS_getpid) }.unwrap_or(0);
-    table.head().pid.store(pid as u32, Ordering::Relaxed);
-    Ok(Cold { maps, pagemap, hold, bare: true, mover: None, staging: None, table_fd, table })
+    residency.head().pid.store(pid as u32, Ordering::Relaxed);
+    Ok(ColdSession { maps, pagemap, hold, bare: true, mover: None, staging: None, residency_fd, residency })
 }
 
 /// Why there is no connection.
 #[derive(Debug)]
 struct Failure {
     errno: Errno,
-    /// There is somebody, and to ask at once again would be of no use.
+    /// A daemon answered, and another attempt right now would be of no use.
     rests: bool,
 }
 
@@ -155,12 +156,12 @@ impl From<Errno> for Failure {
     }
 }
 
-fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
+fn connect(cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
     greet(sock::connect_within(read_settings().0, ACCEPT_MS)?, cold, phase)
 }
 
 /// Greets the daemon at `socket`; makes what is missing.
-fn greet(socket: Fd, cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
+fn greet(socket: Fd, cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
     let mut hello = Packet::new(Op::Hello);
     hello.a = message::HELLO_ALL | message::HELLO_COLD;
     if is_leased() {
@@ -183,7 +184,7 @@ fn greet(socket: Fd, cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result
         Ok(made) => made,
         Err(errno) => {
             let _ = send_unable(&socket, errno);
-            // Not what hangs on an earlier connection; and who asked us to leave meanwhile gets what he asked for.
+            // Not if pages hang on an earlier connection. A thread that asked the agent to leave meanwhile gets that first.
             if is_lasting(errno) && cold.as_ref().is_none_or(|cold| cold.bare) {
                 let _ = phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
             }
@@ -194,7 +195,7 @@ fn greet(socket: Fd, cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result
     // Of which an earlier daemon has heard.
     let b = sched::thread_cpu_ns();
     let ready = Packet { a: u64::from(cold.bare), b, ..Packet::new(Op::Ready) };
-    sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.table_fd.raw()])?;
+    sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.residency_fd.raw()])?;
     let go = wait_for_answer(&socket, phase, -1, || ()).and_then(|()| receive(&socket, Op::ColdStart));
     let go = go.map_err(Failure::from).and_then(|(go, _)| match go.status {
         0 => Ok(go),
@@ -206,12 +207,12 @@ fn greet(socket: Fd, cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result
     }
     let go = go?;
     cold.bare = false;
-    TABLE.store(cold.table.base(), Ordering::Release);
+    RESIDENCY.store(cold.residency.base(), Ordering::Release);
     sock::set_timeout(&socket, 0)?;
     Ok(Connection { socket, channel, epoch: go.a as u32 })
 }
 
-fn set_up(cold: &mut Option<Cold>, channel: &Channel, device: Option<&Fd>) -> Result<()> {
+fn set_up(cold: &mut Option<ColdSession>, channel: &Channel, device: Option<&Fd>) -> Result<()> {
     owned_ranges::hide(channel.mapping());
     if cold.is_none() {
         *cold = Some(make(device)?);
@@ -222,9 +223,9 @@ fn set_up(cold: &mut Option<Cold>, channel: &Channel, device: Option<&Fd>) -> Re
         let staging = mem::Mapping::anonymous(FETCH_PAGES_MAX * PAGE_SIZE)?;
         owned_ranges::hide(&staging);
         let range = Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64);
-        // A move wants its target to be ours; not in missing mode, so that nobody ever waits there.
+        // The target of a move must be registered; not in missing mode, so that no thread ever waits there.
         mover.register(range, uffd::MODE_WP)?;
-        BELL.hang(&mover);
+        WAKEUP.register(&mover);
         owned_ranges::register(Owned::ColdStaging, range);
         cold.mover = Some(mover);
         cold.staging = Some(staging);
@@ -232,22 +233,22 @@ fn set_up(cold: &mut Option<Cold>, channel: &Channel, device: Option<&Fd>) -> Re
     Ok(())
 }
 
-impl Cold {
+impl ColdSession {
     /// Answers requests until the daemon is gone or we are asked to leave.
     fn serve(&mut self, connection: &mut Connection, phase: &AtomicU32) -> Result<()> {
         let mut looked = sched::monotonic_ns();
         loop {
-            look_around(&mut looked, COLD_AGENT, self.mover.as_ref());
+            housekeep(&mut looked, COLD_AGENT, self.mover.as_ref());
             let bell = self.mover.as_ref().map_or(-1, |mover| mover.fd().raw());
             let mut polls =
                 [connection.socket.raw(), bell].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
-            // Who asked before there was a bell did not ring.
+            // A thread that asked before the wakeup page was registered could not wake this one.
             let goes_on = || phase.load(Ordering::Acquire) == 1;
             if goes_on() {
                 pagefold_os::fd::poll(&mut polls, 500)?;
             }
             if polls[1].revents != 0 {
-                self.answer_bell();
+                self.drain_wakeups();
             }
             if !goes_on() {
                 return Ok(());
@@ -281,7 +282,7 @@ impl Cold {
         const DROP: u32 = Op::ColdEvict as u32;
         const RELEASE: u32 = Op::ColdUnregister as u32;
         match request.op {
-            REGIONS => list_plain(&self.maps, &connection.channel, request.b),
+            REGIONS => list_anonymous(&self.maps, &connection.channel, request.b),
             WATCH => {
                 for index in 0..count {
                     let range: Range = connection.channel.request(index);
@@ -291,7 +292,7 @@ impl Cold {
                 Ok(count)
             }
             COPY => self.copy(connection, count, request.a as usize),
-            DROP => self.drop_pages(connection, count, request.a),
+            DROP => self.evict_pages(connection, count, request.a),
             RELEASE => {
                 for index in 0..count {
                     let range: Range = connection.channel.request(index);
@@ -306,103 +307,103 @@ impl Cold {
 
     /// Brings everything back and ends; for good, or until the thread is started again.
     fn leave(self) {
-        self.bring_all();
+        self.fault_in_everything();
         self.leave_now();
     }
 
     /// Ends, when everything is back that can be.
     fn leave_now(self) {
-        // Here, and not where the guard is held, a pact is waited for that a dead daemon left behind.
+        // Here, and not where the mapping lock is held, an owner lock is waited for that a dead daemon left behind.
         let mut settles = self.settle();
         if settles {
             // What cannot be read for now (hidden, and its rights cannot be changed) would read zeros later.
-            poison_evicted(&self.hold, &self.table);
-            self.table.unlock();
+            poison_evicted(&self.hold, &self.residency);
+            self.residency.unlock();
         }
-        // Who did not give it away once is not waited for again.
+        // A holder that did not give the lock away once is not waited for again.
         let mut take_pact = || {
-            settles = if settles { self.table.lock_within(1000) } else { self.table.try_lock(OWNER_AGENT) };
+            settles = if settles { self.residency.lock_within(1000) } else { self.residency.try_lock(OWNER_AGENT) };
             settles
         };
-        self.answer_bell();
-        // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
-        for_each_plain(&self.maps, |range| {
-            // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
+        self.drain_wakeups();
+        // Unregistered now, because daemon and keeper have the descriptor too, and another descriptor may be about to register the memory.
+        for_each_anonymous(&self.maps, |range| {
+            // A page is here a moment before the table says so; the daemon lets go of the owner lock behind that.
             let settled = take_pact();
             // What could not be brought back shall not read as zeros.
-            if !self.table.has(range, EVICTED) {
+            if !self.residency.has(range, EVICTED) {
                 let _ = self.hold.unregister(range);
             }
             if settled {
-                self.table.unlock();
+                self.residency.unlock();
             }
         });
         if take_pact() {
-            self.hear_the_last();
-            self.table.unlock();
+            self.read_last_events();
+            self.residency.unlock();
         }
         // Tells the daemon that the end of the connection is no accident.
-        self.table.head().client_id.store(0, Ordering::Release);
-        self.answer_bell();
-        // Who looks at the table holds the guard.
-        let held = SHARED.guard.lock(COLD_AGENT);
-        TABLE.store(0, Ordering::Release);
+        self.residency.head().client_id.store(0, Ordering::Release);
+        self.drain_wakeups();
+        // Readers of the map hold the mapping lock.
+        let held = SHARED.mapping_lock.lock(COLD_AGENT);
+        RESIDENCY.store(0, Ordering::Release);
         drop(held);
-        // SAFETY: the mapping that `make` kept, which nobody can find any more.
-        let _ = unsafe { mem::unmap(self.table.base(), residency_map::FILE_BYTES as u64) };
+        // SAFETY: the mapping that `make` kept; no thread can find it any more.
+        let _ = unsafe { mem::unmap(self.residency.base(), residency_map::FILE_BYTES as u64) };
         // Closing the descriptors ends all watching.
     }
 
-    /// Has everything back as long as anybody is there who brings it; what is out then is lost.
-    fn bring_all(&self) {
-        let head = self.table.head();
-        let is_out = || head.evicted.load(Ordering::Acquire) > 0 || head.moving_pages.load(Ordering::SeqCst) > 0;
-        let mut vigil = Vigil::over(&self.table);
+    /// Faults everything in as long as a daemon or keeper lives; pages that are still evicted then are lost.
+    fn fault_in_everything(&self) {
+        let head = self.residency.head();
+        let has_evicted = || head.evicted.load(Ordering::Acquire) > 0 || head.moving_pages.load(Ordering::SeqCst) > 0;
+        let mut liveness = DaemonLiveness::of(&self.residency);
         let mut watch = || {
-            self.answer_bell();
+            self.drain_wakeups();
             let _ = pagefold_os::fd::poll(&mut [], 1);
-            if vigil.is_over(&self.table) {
-                self.lose_out();
+            if liveness.is_lost(&self.residency) {
+                self.poison_all();
             }
-            vigil.is_alone()
+            liveness.is_unreachable()
         };
-        // By another thread: who waits for a page does not see that nobody brings it any more. Where threads are forbidden
-        // one stands by.
-        let is_done = is_out() && bring_aside(|| _ = watch());
-        // Else not while nobody is there.
-        while !is_done && is_out() && watch() {}
-        if !is_done && is_out() {
-            bring_all();
+        // By another thread: a thread that waits for a page does not see that the daemon dies. Where no thread may be started, the standby
+        // thread does it.
+        let is_done = has_evicted() && fault_in_by_thread(|| _ = watch());
+        // By this thread otherwise, but not while no daemon can be reached.
+        while !is_done && has_evicted() && watch() {}
+        if !is_done && has_evicted() {
+            fault_in_everything();
         }
     }
 
-    /// Takes the pact, if need be from a daemon that is gone; false if somebody who lives does not give it away.
+    /// Takes the owner lock, from a dead daemon if need be; false if a live holder does not give it away.
     fn settle(&self) -> bool {
-        let mut vigil = Vigil::over(&self.table);
+        let mut liveness = DaemonLiveness::of(&self.residency);
         for _ in 0..SETTLE_TRIES {
-            self.answer_bell();
-            if self.table.lock_within(SETTLE_MS) {
+            self.drain_wakeups();
+            if self.residency.lock_within(SETTLE_MS) {
                 return true;
             }
-            if vigil.is_over(&self.table) {
-                self.force_pact();
-                self.hear();
+            if liveness.is_lost(&self.residency) {
+                self.force_lock();
+                self.apply_events();
                 return true;
             }
         }
         false
     }
 
-    /// Lets go on who touched a page of the mover's to have us look up.
-    fn answer_bell(&self) {
-        self.mover.iter().for_each(Bell::answer);
+    /// Wakes the threads that touched a wakeup page of this thread.
+    fn drain_wakeups(&self) {
+        self.mover.iter().for_each(Wakeup::drain);
     }
 
-    /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The pact is held.
-    fn hear_the_last(&self) {
+    /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The owner lock is held.
+    fn read_last_events(&self) {
         while let Ok(Some(event)) = self.hold.read_event() {
             match event {
-                uffd::Event::Remove(range) => self.table.note_discard(range, sched::monotonic_ns()),
+                uffd::Event::Remove(range) => self.residency.note_discard(range, sched::monotonic_ns()),
                 uffd::Event::PageFault { addr, .. } => {
                     let _ = self.hold.wake(Range::pages_from(addr & !(PAGE - 1), 1));
                 }
@@ -411,7 +412,7 @@ impl Cold {
                 _ => {}
             }
         }
-        for (kept, removal) in REMOVALS.iter().zip(self.table.last_discards()) {
+        for (kept, removal) in LAST_DISCARDS.iter().zip(self.residency.last_discards()) {
             kept.store(removal, Ordering::Relaxed);
         }
     }
@@ -430,16 +431,16 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Who leaves has what all share: one at a time.
+    /// Agents that leave share statics: one at a time.
     static LEAVING: Mutex<()> = Mutex::new(());
 
     /// What a daemon's greeting makes of this process, with two pages of memory of which the second is there; nothing, said
     /// loudly, if that may not be.
-    fn connected() -> Option<(Cold, Connection, mem::Mapping)> {
+    fn connected() -> Option<(ColdSession, Connection, mem::Mapping)> {
         connected_with(uffd::FEATURE_EVENT_REMOVE)
     }
 
-    fn connected_with(events: u64) -> Option<(Cold, Connection, mem::Mapping)> {
+    fn connected_with(events: u64) -> Option<(ColdSession, Connection, mem::Mapping)> {
         let channel = Channel::create(c"channel").unwrap();
         let mut cold = None;
         if set_up(&mut cold, &channel, uffd::open_device().ok().as_ref()).is_err() {
@@ -454,7 +455,7 @@ mod tests {
             | events;
         cold.hold.enable(features).unwrap();
         let memory = mem::Mapping::anonymous(2 * PAGE_SIZE).unwrap();
-        // SAFETY: ours.
+        // SAFETY: inside the test's memory.
         unsafe { memory.as_ptr().add(PAGE_SIZE).write_bytes(7, PAGE_SIZE) };
         let range = Range::pages_from(memory.addr(), 2);
         cold.hold.register(range, uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
@@ -466,7 +467,7 @@ mod tests {
 
     /// What is wrong with a channel is a daemon's affair; a userfaultfd that may not be is the kernel's, for good.
     #[test]
-    fn who_lacks_something_for_a_while_greets_again() {
+    fn an_agent_with_a_passing_lack_connects_again() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let phase = AtomicU32::new(1);
         let mut cold = None;
@@ -501,16 +502,16 @@ mod tests {
         }
         assert_eq!(failure, None);
         // Nothing hangs on it.
-        TABLE.store(0, Ordering::Release);
+        RESIDENCY.store(0, Ordering::Release);
     }
 
     #[test]
-    fn an_agent_that_leaves_waits_for_nobody_who_is_gone() {
+    fn a_leaving_agent_does_not_wait_for_a_dead_daemon() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
-        cold.table.find_or_add(memory.addr()).unwrap();
-        cold.table.set_state(memory.addr(), EVICTED);
-        TABLE.store(cold.table.base(), Ordering::Release);
+        cold.residency.find_or_add(memory.addr()).unwrap();
+        cold.residency.set_state(memory.addr(), EVICTED);
+        RESIDENCY.store(cold.residency.base(), Ordering::Release);
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
             cold.leave();
@@ -520,16 +521,16 @@ mod tests {
         assert!(!super::super::fault_in::read_in(Range::pages_from(memory.addr(), 1)), "the page is no SIGBUS");
     }
 
-    /// No thread may be started any more, and who could bring the page dies while it is waited for.
+    /// No thread may be started any more, and the daemon dies while a page is waited for.
     #[test]
-    fn an_agent_that_may_start_nobody_waits_for_nobody_who_dies() {
+    fn a_leaving_agent_without_threads_does_not_wait_for_a_dying_daemon() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
-        let table = cold.table;
-        table.find_or_add(memory.addr()).unwrap();
-        table.set_state(memory.addr(), EVICTED);
-        TABLE.store(table.base(), Ordering::Release);
-        super::super::fault_in::stand_by();
+        let residency = cold.residency;
+        residency.find_or_add(memory.addr()).unwrap();
+        residency.set_state(memory.addr(), EVICTED);
+        RESIDENCY.store(residency.base(), Ordering::Release);
+        super::super::fault_in::start_standby();
         MAY_START.store(false, Ordering::Release);
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
@@ -537,8 +538,8 @@ mod tests {
             say.send(())
         });
         // A daemon that serves, until the page is touched.
-        while table.head().paused_evictions.load(Ordering::SeqCst) == 0 {
-            table.head().heartbeat.fetch_add(1, Ordering::Release);
+        while residency.head().paused_evictions.load(Ordering::SeqCst) == 0 {
+            residency.head().heartbeat.fetch_add(1, Ordering::Release);
             thread::sleep(Duration::from_millis(1));
         }
         let left = said.recv_timeout(LONG);
@@ -548,9 +549,9 @@ mod tests {
     }
 
     /// Does `act` beside a daemon that lives and has mapped the table too.
-    fn with_a_daemon<T>(table_fd: &Fd, act: impl FnOnce(&residency_map::Head) -> T) -> T {
+    fn with_a_daemon<T>(residency_fd: &Fd, act: impl FnOnce(&residency_map::Head) -> T) -> T {
         let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let map = mem::Mapping::file(table_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED).unwrap();
+        let map = mem::Mapping::file(residency_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED).unwrap();
         // SAFETY: of that length, and mapped beyond the call.
         let head = unsafe { ResidencyMap::at(map.addr()) }.head();
         let over = AtomicBool::new(false);
@@ -569,15 +570,15 @@ mod tests {
 
     /// What a bare mremap(2) took elsewhere is not out by the table, and not there.
     #[test]
-    fn an_agent_that_leaves_waits_for_what_is_on_the_move() {
+    fn a_leaving_agent_waits_for_moving_pages() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
-        // SAFETY: numbers only; the copy has one owner.
+        // SAFETY: dup(2) takes numbers only, and the new descriptor has this one owner.
         let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
-        cold.table.head().moving_pages.store(1, Ordering::SeqCst);
-        TABLE.store(cold.table.base(), Ordering::Release);
-        let table_fd = cold.table_fd.duplicate().unwrap();
-        let (waits, came) = with_a_daemon(&table_fd, |head| {
+        cold.residency.head().moving_pages.store(1, Ordering::SeqCst);
+        RESIDENCY.store(cold.residency.base(), Ordering::Release);
+        let residency_fd = cold.residency_fd.duplicate().unwrap();
+        let (waits, came) = with_a_daemon(&residency_fd, |head| {
             let leaves = thread::spawn(move || cold.leave());
             while !leaves.is_finished() && head.paused_evictions.load(Ordering::SeqCst) == 0 {
                 thread::sleep(Duration::from_millis(1));
@@ -597,26 +598,26 @@ mod tests {
 
     /// A bare mremap(2) has taken a page elsewhere, of which the daemon has no time to hear.
     #[test]
-    fn an_agent_that_leaves_waits_for_what_is_on_the_move_unheard() {
+    fn a_leaving_agent_waits_for_a_move_that_is_not_read_yet() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected_with(uffd::FEATURE_EVENT_REMAP) else { return };
-        // SAFETY: numbers only; the copy has one owner.
+        // SAFETY: dup(2) takes numbers only, and the new descriptor has this one owner.
         let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
-        let (table, from) = (cold.table, memory.addr());
+        let (residency, from) = (cold.residency, memory.addr());
         let target = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
         let to = target.addr();
-        table.find_or_add(from).unwrap();
-        table.set_state(from, EVICTED);
-        TABLE.store(table.base(), Ordering::Release);
+        residency.find_or_add(from).unwrap();
+        residency.set_state(from, EVICTED);
+        RESIDENCY.store(residency.base(), Ordering::Release);
         let moves = thread::spawn(move || {
             let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-            // SAFETY: memory of ours that nobody uses.
+            // SAFETY: the test's memory, which is not used meanwhile.
             let _ = unsafe { syscall!(libc::SYS_mremap, from, PAGE, PAGE, fixed, to) };
         });
         let mut polls = [libc::pollfd { fd: hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
         assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no move");
-        let table_fd = cold.table_fd.duplicate().unwrap();
-        with_a_daemon(&table_fd, |head| {
+        let residency_fd = cold.residency_fd.duplicate().unwrap();
+        with_a_daemon(&residency_fd, |head| {
             let leaves = thread::spawn(move || cold.leave());
             while !leaves.is_finished() && head.paused_evictions.load(Ordering::SeqCst) == 0 {
                 thread::yield_now();
@@ -624,7 +625,7 @@ mod tests {
             thread::sleep(Duration::from_millis(20));
             if matches!(hold.read_event_at_once(), Ok(Some(uffd::Event::Remap { .. }))) {
                 head.moving_pages.store(1, Ordering::SeqCst);
-                table.set_state(from, RESIDENT);
+                residency.set_state(from, RESIDENT);
                 moves.join().unwrap();
                 // SAFETY: the bytes are ours.
                 unsafe { hold.copy(to, [7u8; PAGE_SIZE].as_ptr() as u64, PAGE, 0) };
@@ -635,16 +636,16 @@ mod tests {
         let is_there = super::super::fault_in::read_in(Range::pages_from(to, 1));
         // SAFETY: it can be read, as was just seen.
         assert_eq!(is_there.then(|| unsafe { *(to as *const u8) }), Some(7), "it is no page, or another");
-        // Of which the first page may be somebody else's by now.
+        // Its first page may belong to another mapping by now.
         core::mem::forget(memory);
     }
 
-    /// Memory that the program may not read, and whose rights nobody can change.
+    /// Memory that the program may not read, and that is sealed, so that its rights cannot change.
     #[test]
-    fn what_cannot_be_brought_back_reads_no_zeros() {
+    fn a_page_that_cannot_return_never_reads_zeros() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
-        // SAFETY: nobody reads the page; it stays mapped to the end of the process.
+        // SAFETY: the page is never read; it stays mapped to the end of the process.
         let sealed = unsafe {
             mem::protect(memory.addr(), PAGE, libc::PROT_NONE).unwrap();
             syscall!(libc::SYS_mseal, memory.addr(), PAGE, 0)
@@ -652,13 +653,13 @@ mod tests {
         if sealed.is_err() {
             return eprintln!("SKIPPED: this kernel seals no memory");
         }
-        cold.table.find_or_add(memory.addr()).unwrap();
-        cold.table.set_state(memory.addr(), EVICTED);
-        TABLE.store(cold.table.base(), Ordering::Release);
-        // SAFETY: numbers only; the copy has one owner.
+        cold.residency.find_or_add(memory.addr()).unwrap();
+        cold.residency.set_state(memory.addr(), EVICTED);
+        RESIDENCY.store(cold.residency.base(), Ordering::Release);
+        // SAFETY: dup(2) takes numbers only, and the new descriptor has this one owner.
         let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
-        with_a_daemon(&cold.table_fd, |_| cold.bring_all());
-        assert_eq!(cold.table.state(memory.addr()), EVICTED, "it came");
+        with_a_daemon(&cold.residency_fd, |_| cold.fault_in_everything());
+        assert_eq!(cold.residency.state(memory.addr()), EVICTED, "it came");
         cold.leave_now();
         // Registered again it takes nothing in where a mark is.
         let range = Range::pages_from(memory.addr(), 1);
@@ -667,9 +668,9 @@ mod tests {
         core::mem::forget(memory);
     }
 
-    /// While pages are made the process's own nobody makes room.
+    /// While the agent makes pages exclusive, the daemon makes no room.
     #[test]
-    fn who_holds_up_what_goes_out_does_not_wait_for_it() {
+    fn making_pages_exclusive_does_not_wait_for_room() {
         let Some((cold, connection, memory)) = connected() else { return };
         let entry = EvictEntry {
             start: memory.addr(),
@@ -680,7 +681,7 @@ mod tests {
         };
         connection.channel.put_request(0, entry);
         connection.channel.put_answer_of_page(0, EVICT_BUSY);
-        let bringing = || cold.table.head().paused_evictions.load(Ordering::SeqCst);
+        let bringing = || cold.residency.head().paused_evictions.load(Ordering::SeqCst);
         let asked = thread::scope(|scope| {
             let makes = scope.spawn(|| cold.make_exclusive(&connection.channel, 1));
             let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
@@ -697,13 +698,13 @@ mod tests {
 
     /// The daemon would take what goes out for what was there before.
     #[test]
-    fn nothing_goes_out_before_the_daemon_has_heard_what_was_unmapped() {
+    fn no_page_is_evicted_before_the_daemon_has_read_an_unmap() {
         let Some((mut cold, connection, memory)) = connected_with(uffd::FEATURE_EVENT_UNMAP) else { return };
         let page = memory.addr() + PAGE;
         let run = EvictEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
         let went = thread::scope(|scope| {
             scope.spawn(|| {
-                // SAFETY: memory of ours that nobody uses.
+                // SAFETY: the test's memory, which is not used meanwhile.
                 let _ = unsafe { mem::unmap(page, PAGE) };
             });
             let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
@@ -717,8 +718,8 @@ mod tests {
                 }
                 connection.channel.put_request(0, run);
                 connection.channel.write_page(0, &[8; PAGE_SIZE]);
-                let _ = cold.drop_pages(&connection, 1, sched::monotonic_ns());
-                cold.table.state(page) == EVICTED
+                let _ = cold.evict_pages(&connection, 1, sched::monotonic_ns());
+                cold.residency.state(page) == EVICTED
             };
             let went = went();
             while cold.hold.is_changing() {
@@ -733,7 +734,7 @@ mod tests {
 
     /// The daemon notes discards by its own clock, which in another time namespace is another.
     #[test]
-    fn a_discard_is_waited_for_by_the_clock_that_noted_it() {
+    fn a_discard_is_timed_by_the_clock_that_noted_it() {
         const DAY_NS: u64 = 86_400_000_000_000;
         const NOTED: u64 = 400 * DAY_NS;
         let Some((mut cold, connection, memory)) = connected() else { return };
@@ -741,11 +742,11 @@ mod tests {
         let run = EvictEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
         connection.channel.put_request(0, run);
         connection.channel.write_page(0, &[7; PAGE_SIZE]);
-        cold.table.find_or_add(page).unwrap();
+        cold.residency.find_or_add(page).unwrap();
         let mut goes = |noted: u64, asked: u64| {
-            cold.table.note_discard(Range::pages_from(page, 1), noted);
-            cold.drop_pages(&connection, 1, asked).unwrap();
-            cold.table.state(page) == EVICTED
+            cold.residency.note_discard(Range::pages_from(page, 1), noted);
+            cold.evict_pages(&connection, 1, asked).unwrap();
+            cold.residency.state(page) == EVICTED
         };
         assert!(!goes(NOTED, NOTED + 900_000_000), "too early by the daemon's clock");
         assert!(!goes(sched::monotonic_ns(), NOTED + DAY_NS), "too early by our own");
@@ -754,19 +755,19 @@ mod tests {
         drop(cold);
     }
 
-    /// A daemon dies with the pact in its hand, and with the event of a discard to be read; somebody keeps its descriptor.
+    /// A daemon dies while it holds the owner lock, and with the event of a discard unread; another process keeps its descriptor.
     #[test]
-    fn an_agent_that_leaves_has_the_pact_of_a_daemon_that_is_gone() {
+    fn a_leaving_agent_takes_the_owner_lock_of_a_dead_daemon() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
         let first = memory.addr();
-        // SAFETY: numbers only; the copy has one owner.
+        // SAFETY: dup(2) takes numbers only, and the new descriptor has this one owner.
         let _kept = unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) };
-        assert!(cold.table.try_lock(OWNER_DAEMON));
-        TABLE.store(cold.table.base(), Ordering::Release);
+        assert!(cold.residency.try_lock(OWNER_DAEMON));
+        RESIDENCY.store(cold.residency.base(), Ordering::Release);
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
-            // SAFETY: memory of ours that nobody uses.
+            // SAFETY: the test's memory, which is not used meanwhile.
             let _ = unsafe { mem::advise(first, PAGE, libc::MADV_DONTNEED) };
             say.send(())
         });
@@ -778,12 +779,12 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_the_pact_hears_the_bell() {
+    fn a_thread_that_waits_for_the_owner_lock_answers_wakeups() {
         let Some((cold, _connection, _memory)) = connected() else { return };
         let bell = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
         let mover = cold.mover.as_ref().unwrap();
         mover.register(Range::pages_from(bell.addr(), 1), uffd::MODE_MISSING).unwrap();
-        assert!(cold.table.try_lock(OWNER_DAEMON));
+        assert!(cold.residency.try_lock(OWNER_DAEMON));
         let rung = AtomicBool::new(false);
         let (end, rung) = (Instant::now() + LONG, &rung);
         thread::scope(|scope| {
@@ -796,22 +797,22 @@ mod tests {
                 cold.settle();
             }
             let heard = rung.load(Ordering::Relaxed);
-            // Else who rings would wait for ever.
+            // Otherwise the waking thread would wait for ever.
             drop(cold);
             assert!(heard, "nobody answered");
         });
     }
 
-    /// A daemon dies with the pact in its hand, before it has read of a discard for which a page must wait to come back.
+    /// A daemon dies while it holds the owner lock, before it has read of a discard for which a page must wait to come back.
     #[test]
-    fn a_page_comes_back_to_its_place_though_no_daemon_is_left() {
+    fn a_page_moves_back_though_no_daemon_is_left() {
         let Some((mut cold, connection, memory)) = connected() else { return };
-        let (table, first) = (cold.table, memory.addr());
+        let (residency, first) = (cold.residency, memory.addr());
         // It differs from its copy.
         let run =
             EvictEntry { start: first + PAGE, around_start: first, around_end: first + 2 * PAGE, pages: 1, place: 0 };
         connection.channel.put_request(0, run);
-        // SAFETY: memory of ours that nobody uses.
+        // SAFETY: the test's memory, which is not used meanwhile.
         let discards = thread::spawn(move || unsafe { mem::advise(first, PAGE, libc::MADV_DONTNEED) });
         let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
         assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no discard");
@@ -820,7 +821,7 @@ mod tests {
             let over = over.clone();
             move || {
                 while !over.load(Ordering::Relaxed)
-                    && (table.state(first + PAGE) != FROZEN || !table.try_lock(OWNER_DAEMON))
+                    && (residency.state(first + PAGE) != FROZEN || !residency.try_lock(OWNER_DAEMON))
                 {
                     thread::yield_now();
                 }
@@ -829,8 +830,8 @@ mod tests {
         let dies = thread::spawn(dies);
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
-            assert!(cold.table.lock_within(1000));
-            say.send((cold.drop_with_pact(&connection, 1, sched::monotonic_ns()), cold))
+            assert!(cold.residency.lock_within(1000));
+            say.send((cold.evict_with_lock(&connection, 1, sched::monotonic_ns()), cold))
         });
         let (dropped, cold) = said.recv_timeout(LONG).expect("it waits for a daemon");
         over.store(true, Ordering::Relaxed);

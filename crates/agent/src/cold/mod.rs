@@ -1,23 +1,19 @@
-//! The agent of a client whose cold pages go to the tier (`pagefold run --cold`).
+//! The agent of a client that has its cold pages in the tier (`pagefold run --cold`).
 //!
-//! One thread as in `engine`, with a connection of its own
-//! kind. The daemon serves the faults; what only the process itself can do is
-//! here: copy pages out, and take those away that did not change since.
+//! One thread, as in `live`, with a connection of its own kind. The daemon serves the faults. The agent does what only the process
+//! itself can do: it copies pages out, and takes those away that have not changed since.
 //!
-//! **A page leaves in two steps.** `ColdCopy` copies it to the channel while
-//! the program goes on. The daemon stores the copy. `ColdDrop` then freezes the
-//! page (`UFFDIO_MOVE` to the staging area), compares it with the copy, and
-//! only if they are equal says in the table that the page is out, and lets the
-//! frozen page go. So an access waits for a comparison, never for a compressor,
-//! and the page is in the tier before it is taken from the program. Pages that
-//! differ, and those that the kernel will not move (pinned, shared by a fork),
-//! stay.
+//! **A page is evicted in two steps.** `ColdCopy` copies it to the channel while the program goes on, and the daemon stores the copy.
+//! `ColdEvict` then freezes the page (`UFFDIO_MOVE` to the staging area) and compares it with the copy. Only if they are equal, the
+//! residency map says that the page is evicted, and the frozen page is freed. So an access waits for a comparison, never for a
+//! compressor, and the page is in the tier before it leaves the program. Pages that differ stay, and so do pages that the kernel
+//! will not move (pinned, or shared by a fork).
 //!
-//! Guard, then pact (see [`residency_map`](pagefold_protocol::residency_map)): in this order.
+//! Lock order: mapping lock, then owner lock (see [`residency_map`](pagefold_protocol::residency_map)).
 //!
-//! `lifecycle` is the thread, from its first connection to its end; `requests` what it answers; `evict` how pages leave and
-//! `fault_in` how they return; `interpose` what the program's own calls need of the tier; `lease` lends the anonymous memory
-//! of a merged client; `daemon_liveness` tells when evicted pages are lost.
+//! `lifecycle` is the thread with its connections and answers; `evict` is how pages leave and `fault_in` how they return;
+//! `interpose` is what the program's own calls need of the tier; `lease` lends the anonymous memory of a merged client;
+//! `daemon_liveness` tells when evicted pages are lost.
 
 mod daemon_liveness;
 mod evict;
@@ -31,12 +27,12 @@ mod session;
 #[cfg(feature = "preload")]
 pub(crate) use fault_in::read_in;
 #[cfg(feature = "preload")]
-pub(crate) use interpose::{after_fork_child, before_fork, before_leaving, before_move, hint, voiding};
+pub(crate) use interpose::{after_fork_child, before_fork, before_leaving, before_move, discarding, hint};
 pub(crate) use lease::ask_end_of_lease;
 #[cfg(feature = "preload")]
-pub(crate) use lease::{end_lease, stand_by};
+pub(crate) use lease::{end_lease, start_standby};
 pub(crate) use lifecycle::{lease, run};
 #[cfg(feature = "preload")]
-pub(crate) use session::BELL;
-pub(crate) use session::is_out;
+pub(crate) use session::WAKEUP;
+pub(crate) use session::is_evicted;
 pub use session::{COLD, TIER_MAX, TOLERANCE_PPM};

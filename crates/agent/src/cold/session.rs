@@ -2,7 +2,7 @@
 
 use crate::address_space::maps::Maps;
 use crate::owned_ranges::Owned;
-use crate::runtime::wakeup::Bell;
+use crate::runtime::wakeup::Wakeup;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem;
@@ -18,21 +18,21 @@ pub static TOLERANCE_PPM: AtomicU64 = AtomicU64::new(0);
 pub static TIER_MAX: AtomicU64 = AtomicU64::new(0);
 
 /// Wakes the thread where it waits for the daemon.
-pub(crate) static BELL: Bell = Bell::new(Owned::ColdWakeup);
+pub(crate) static WAKEUP: Wakeup = Wakeup::new(Owned::ColdWakeup);
 
 /// Where the table is mapped in this process, 0 if it is not.
-pub(super) static TABLE: AtomicU64 = AtomicU64::new(0);
+pub(super) static RESIDENCY: AtomicU64 = AtomicU64::new(0);
 
-pub(super) fn table() -> Option<ResidencyMap> {
-    match TABLE.load(Ordering::Acquire) {
+pub(super) fn residency() -> Option<ResidencyMap> {
+    match RESIDENCY.load(Ordering::Acquire) {
         0 => None,
-        // SAFETY: stored once the mapping is there, which stays as long as the guard is held; who asks holds that.
+        // SAFETY: stored once the mapping is there, which stays as long as the mapping lock is held, and the caller holds that.
         base => Some(unsafe { ResidencyMap::at(base) }),
     }
 }
 
 /// What the agent keeps over all its connections.
-pub(super) struct Cold {
+pub(super) struct ColdSession {
     /// The process's mappings.
     pub(super) maps: Maps,
     /// What of its memory is there.
@@ -41,11 +41,11 @@ pub(super) struct Cold {
     pub(super) hold: Uffd,
     /// True until a daemon has enabled `hold`.
     pub(super) bare: bool,
-    /// Holds the staging area, where nobody waits, and the bell.
+    /// Holds the staging area, where no thread ever waits, and the wakeup page.
     pub(super) mover: Option<Uffd>,
     pub(super) staging: Option<mem::Mapping>,
-    pub(super) table_fd: Fd,
-    pub(super) table: ResidencyMap,
+    pub(super) residency_fd: Fd,
+    pub(super) residency: ResidencyMap,
 }
 
 pub(super) struct Connection {
@@ -55,6 +55,6 @@ pub(super) struct Connection {
 }
 
 /// True if the page at `addr` is in the tier.
-pub(crate) fn is_out(addr: u64) -> bool {
-    table().is_some_and(|table| table.state(addr) == EVICTED)
+pub(crate) fn is_evicted(addr: u64) -> bool {
+    residency().is_some_and(|residency| residency.state(addr) == EVICTED)
 }

@@ -1,14 +1,14 @@
-//! What the kernel tells us of merged memory: discards by raw system calls, and accesses to pages that are not mapped.
+//! What the kernel reports of merged memory: discards by raw system calls, and accesses to pages that are not mapped.
 //!
-//! Somebody waits for each answer, with or without the guard, and with or without a daemon. So we answer while we wait for the
-//! guard ourselves, and an answer may only try to take it.
+//! A thread waits for each answer, with or without the mapping lock, and with or without a daemon. So the agent also answers while it
+//! waits for the mapping lock itself, and an answer may only try to take that lock.
 
 use super::session::{Agent, PAGE};
 use crate::address_space::anonymous::{keep_attributes, replace_merged};
 use crate::address_space::discarded_ranges;
 use crate::address_space::maps::Maps;
 use crate::limits::HUGE_LEN;
-use crate::mapping_lock::Held;
+use crate::mapping_lock::MappingLockGuard;
 use crate::owned_ranges::is_in_nursery;
 use crate::state::{AGENT, SHARED};
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -21,11 +21,12 @@ use pagefold_protocol::channel::Counters;
 pub(crate) const HOLD_MODES: u64 = uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP;
 
 impl Agent {
-    /// Takes the guard; serves discards while waiting, for their callers may hold it.
-    pub(crate) fn lock_guard(&self) -> Held<'static> {
+    /// Takes the mapping lock; serves discards while waiting, for their callers may hold it.
+    pub(crate) fn lock_mappings(&self) -> MappingLockGuard<'static> {
         let counters = self.counters();
-        let held = SHARED.guard.lock_serving(AGENT, || serve_events(&self.hold, &self.maps, &self.watch, counters));
-        give_owed(&held);
+        let held =
+            SHARED.mapping_lock.lock_serving(AGENT, || serve_events(&self.hold, &self.maps, &self.watch, counters));
+        apply_owed(&held);
         held
     }
 
@@ -44,7 +45,7 @@ impl Agent {
     /// so before [`hold_pool`](Self::hold_pool), for in these modes it would be read in page by page, and by us.
     ///
     /// A part that already has all of [`HOLD_MODES`] refuses the narrower mode (`EBUSY`): it reports discards as it is.
-    pub(crate) fn hear_discards(&self, range: Range) {
+    pub(crate) fn report_discards(&self, range: Range) {
         self.register_pool(range, uffd::MODE_MISSING);
     }
 
@@ -61,7 +62,7 @@ impl Agent {
 
     /// Takes charge of the merged pages that are there already: an earlier agent's, or a parent's.
     pub(super) fn hold_merged(&self, is_new: bool) {
-        let _held = self.lock_guard();
+        let _held = self.lock_mappings();
         let everything = Range { start: 0, end: u64::MAX };
         let _ = self.maps.pools(everything, |part, _| {
             // Where a hold that was taken over has it already, a page that is not mapped would have us wait for ourselves.
@@ -80,8 +81,8 @@ impl Agent {
         SHARED.holds.store(true, Ordering::Release);
     }
 
-    /// Maps what the page cache has for `part`, page by page: as a huge page it would be split by the first write to it, and then
-    /// each of its pages would have to come back. Who touches a page meanwhile waits for the end of a step at most.
+    /// Maps what the page cache has for `part`, page by page: the first write to a huge page would split it, and then each of its pages
+    /// would have to be mapped again. A thread that touches a page meanwhile waits for the end of a step at most.
     pub(crate) fn map_as_pages(&self, part: Range) {
         const ABSENT: pagemap::Query = pagemap::Query {
             all_of: pagemap::PRESENT,
@@ -105,8 +106,8 @@ impl Agent {
         }
     }
 
-    /// Puts zeros where they belong and nothing is, before nobody answers for that any more.
-    pub(super) fn fill_voids(&self) {
+    /// Puts zeros where discarded pages are absent, before the agent stops answering faults there.
+    pub(super) fn fill_discarded(&self) {
         self.serve_alone();
         // What is answered meanwhile reads our file of mappings.
         let maps = Maps::open();
@@ -117,7 +118,7 @@ impl Agent {
     /// Answers what waits while there is no daemon.
     pub(crate) fn serve_alone(&self) {
         serve_each(&self.hold, |event| serve_event(&self.hold, &self.maps, None, None, event));
-        SHARED.guard.try_lock(AGENT).iter().for_each(give_owed);
+        SHARED.mapping_lock.try_lock(AGENT).iter().for_each(apply_owed);
     }
 
     /// Answers the faults and discards that wait.
@@ -126,8 +127,8 @@ impl Agent {
     }
 }
 
-/// Ranges to which fresh memory came while the table was somebody else's to read: their attributes are owed. The agent's thread
-/// adds at the end; who holds the guard takes from the start.
+/// Ranges that got fresh memory while another thread held the mapping lock, so that their attributes are owed. The agent's thread adds
+/// at the end; a holder of the lock takes from the start.
 static OWED: [[AtomicU64; 2]; OWED_MAX] = [const { [const { AtomicU64::new(0) }; 2] }; OWED_MAX];
 const OWED_MAX: usize = 1 << 10;
 /// How many were ever added, and taken.
@@ -136,7 +137,7 @@ static TAKEN: AtomicUsize = AtomicUsize::new(0);
 /// There were more: any memory may be owed its attributes.
 static ALL_OWED: AtomicBool = AtomicBool::new(false);
 
-fn owe(range: Range) {
+fn owe_attributes(range: Range) {
     let added = ADDED.load(Ordering::Relaxed);
     if added - TAKEN.load(Ordering::Acquire) == OWED_MAX {
         return ALL_OWED.store(true, Ordering::Release);
@@ -148,7 +149,7 @@ fn owe(range: Range) {
 }
 
 /// Puts attributes where they are owed. A handler may do so while its thread does.
-pub(crate) fn give_owed(held: &Held<'_>) {
+pub(crate) fn apply_owed(held: &MappingLockGuard<'_>) {
     if ALL_OWED.swap(false, Ordering::AcqRel) {
         keep_attributes(Range { start: 0, end: u64::MAX }, SHARED.tables(held).table, false);
     }
@@ -185,7 +186,7 @@ fn serve_each(hold: &Uffd, serve: impl Fn(uffd::Event)) {
     }
 }
 
-/// Waits until what is being served is: a discard returns as soon as its event was read. The guard may be held.
+/// Waits until what is being served is: a discard returns as soon as its event was read. The mapping lock may be held.
 #[cfg(feature = "preload")]
 pub(crate) fn wait_served() {
     let at = SERVED.load(Ordering::Acquire);
@@ -194,7 +195,7 @@ pub(crate) fn wait_served() {
     }
 }
 
-/// In a forked child, where nobody ends what the parent's thread was at.
+/// In a forked child: an event that the parent's thread was serving is never finished there.
 #[cfg(feature = "preload")]
 pub(crate) fn forget_served() {
     SERVED.store(0, Ordering::Release);
@@ -202,17 +203,17 @@ pub(crate) fn forget_served() {
 
 /// Answers one event.
 ///
-/// The pages of a discarded range must read zero, so they become fresh memory. Until that is done nobody sees old bytes:
-/// merged memory is watched for pages that are only in the page cache, so who touches a page that the discard has just
-/// dropped waits for us, and we read that fault after we answered the discard.
+/// The pages of a discarded range must read zero, so they become fresh memory. Until then no thread sees old bytes: merged memory is
+/// registered in minor mode, for pages that only the page cache has. So a thread that touches a page just dropped by the discard
+/// waits, and the agent reads that fault after it has answered the discard.
 fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<&Counters>, event: uffd::Event) {
     match event {
         uffd::Event::Remove(range) => {
             if let Some(counters) = counters {
                 counters.discards.fetch_add(1, Ordering::Relaxed);
             }
-            // Who discards inside an interposed call holds the guard and waits for us: then the table is not ours to read.
-            let held = SHARED.guard.try_lock(AGENT);
+            // A thread that discards inside an interposed call holds the mapping lock and waits for this answer: the attributes cannot be read then.
+            let held = SHARED.mapping_lock.try_lock(AGENT);
             let table = held.as_ref().map(|held| &*SHARED.tables(held).table);
             let is_known = table.is_some();
             let replaced = replace_merged(maps, range, watch, table, |part, prot, errno| {
@@ -223,14 +224,14 @@ fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<
             });
             drop(held);
             if !is_known && replaced != Ok(false) {
-                owe(range);
+                owe_attributes(range);
             }
             let _ = hold.wake(range);
             SHARED.changed();
         }
         uffd::Event::PageFault { addr, .. } => {
             let page = Range::pages_from(addr & !(PAGE - 1), 1);
-            // Nobody's memory, touched because all is: by mlockall(2), or a debugger.
+            // The nursery, touched by a call that touches all memory: mlockall(2), or a debugger.
             if is_in_nursery(addr) {
                 let _ = hold.zero(page, 0);
             }

@@ -1,18 +1,18 @@
-//! How the agent greets a daemon, and what it sets up for that.
+//! How the agent connects to a daemon, and what it sets up for that.
 //!
-//! Merged ranges hang on one userfaultfd, `hold`, and while a daemon takes its time, refuses us or is gone, somebody may wait for
-//! us: so the agent that an earlier connection left answers meanwhile, and each step hands its hold on or keeps it. What can
-//! fail comes before that is taken.
+//! Merged ranges are registered with one userfaultfd, `hold`. While a daemon is slow, refuses the agent or is gone, threads of the
+//! program may wait for its events. So the agent of the earlier connection answers them meanwhile, and each step passes its `hold`
+//! on or keeps it. Everything that can fail comes before `hold` is taken over.
 
-use super::session::{Agent, BELL};
-use crate::address_space::heap::Heap;
+use super::session::{Agent, WAKEUP};
+use crate::address_space::heap::HeapEnd;
 use crate::address_space::maps::Maps;
-use crate::address_space::rss_watch::Growth;
-use crate::limits::{HUGE_PAGES, NOTHING};
+use crate::address_space::rss_watch::RssWatch;
+use crate::limits::NOTHING;
 use crate::owned_ranges::{self, Owned, hide};
-use crate::runtime::affinity::Seat;
+use crate::runtime::affinity::Affinity;
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
-use crate::runtime::housekeeping::leave_if_alone;
+use crate::runtime::housekeeping::exit_if_alone;
 use crate::state::{AGENT, SHARED, is_leased, read_settings};
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
@@ -28,7 +28,7 @@ pub(super) const WATCH_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::F
 
 pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     let began = sched::monotonic_ns();
-    leave_if_alone();
+    exit_if_alone();
     while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
         let Some(agent) = left else {
             let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
@@ -50,14 +50,14 @@ pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     }
 }
 
-/// Takes charge, without a daemon yet, of merged pages that nobody looks after: a forked child's, or after an agent that left.
-/// One that may not make a userfaultfd gets it from the daemon.
-pub(super) fn hold_what_is_merged(left: &mut Option<Agent>) {
+/// Takes charge, without a daemon yet, of merged pages without an agent: those of a forked child, or of an agent that left. An agent that
+/// may not make a userfaultfd gets one from the daemon.
+pub(super) fn adopt_merged_ranges(left: &mut Option<Agent>) {
     if left.is_some() {
-        // Nor is the guard ours to wait for: who has it may wait for a page that only what is left answers for.
+        // Must not wait for the mapping lock either: its holder may wait for a page that only `left` answers for.
         return;
     }
-    let held = SHARED.guard.lock(AGENT);
+    let held = SHARED.mapping_lock.lock(AGENT);
     let none = SHARED.tables(&held).merged.is_empty();
     drop(held);
     if !none {
@@ -97,7 +97,7 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
         .and_then(|(channel, device)| Ok((set_up(channel, files, device.as_ref(), left)?, device)));
     match made {
         Ok((mut agent, device)) => {
-            (agent.device, agent.away) = (device, away);
+            (agent.device, agent.is_lent) = (device, away);
             // From now on we wait for requests as long as it takes.
             let told =
                 sock::send(&socket, Packet::new(Op::Ready).bytes(), &[]).and_then(|()| sock::set_timeout(&socket, 0));
@@ -121,7 +121,7 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     }
 }
 
-/// The agent ends for good. Who has asked it to leave meanwhile gets what he asked for first.
+/// The agent ends for good, unless a thread has asked it to leave meanwhile: that comes first.
 pub(super) fn give_up() {
     let _ = SHARED.phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
 }
@@ -144,7 +144,7 @@ fn set_up(
     // What a child shares cannot be moved back.
     hide(&staging);
     watch_staging(&watch, &staging)?;
-    let heap = Heap::new(device)?;
+    let heap = HeapEnd::new(device)?;
     let is_new = new.is_some();
     owned_ranges::register(Owned::Staging, Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64));
     // What an agent before this one had is unmapped.
@@ -157,30 +157,27 @@ fn set_up(
         hold,
         heap,
         device: None,
-        away: false,
-        room: staging.addr(),
+        is_lent: false,
         staging,
-        whole: None,
-        mapped_to: 0,
+        huge_staging: None,
         nursery: None,
         segments: [const { None }; SEGMENTS_HELD],
         pagemap,
         maps,
-        growth: Growth::begin(),
-        seat: Seat::home(),
+        rss_watch: RssWatch::begin(),
+        affinity: Affinity::current(),
         cpu_before_ns: sched::thread_cpu_ns(),
-        voids: [false; HUGE_PAGES],
     };
     if is_new {
-        BELL.hang(&agent.hold);
+        WAKEUP.register(&agent.hold);
     }
     agent.hold_merged(is_new);
     dump_merged_pages();
     Ok(agent)
 }
 
-/// A move wants its target to be ours. Not in missing mode: who touches all memory (mlockall(2), a debugger) would wait there
-/// for ever.
+/// The target of a move must be registered. Not in missing mode: a thread that touches all memory (mlockall(2), a debugger) would wait
+/// there for ever.
 pub(super) fn watch_staging(watch: &Uffd, staging: &mem::Mapping) -> Result<()> {
     watch.register(Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64), uffd::MODE_WP)
 }
@@ -227,7 +224,7 @@ mod tests {
 
     /// A thread that connects again has told the daemon before what it took until then.
     #[test]
-    fn what_an_agent_costs_is_told_once() {
+    fn the_agent_reports_its_processor_time_once() {
         let _one = one_at_a_time();
         let connect = || {
             let channel = Channel::create(c"channel").unwrap();

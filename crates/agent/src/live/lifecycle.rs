@@ -1,14 +1,14 @@
 //! How the agent's thread begins, is asked to leave, and ends.
 //!
-//! Its phase is one word: 0 not started, 1 running, 2 asked to leave, 3 given up for good. Who asks it to leave may have a range
-//! given back first; what was merged elsewhere stays as it is, and a thread that is started later takes charge of that.
+//! Its phase is one word: 0 not started, 1 running, 2 asked to leave, 3 given up for good. A thread that asks it to leave may have a range
+//! unshared first. Other merged memory stays as it is, and a thread that is started later takes charge of it.
 //!
-//! The thread may wait for the guard: who holds that must not wait for its end.
+//! The agent's thread may wait for the mapping lock: a holder of that lock must not wait for its end.
 
-use super::handshake::{connect, hold_what_is_merged, wait_or_leave};
+use super::handshake::{adopt_merged_ranges, connect, wait_or_leave};
 use super::session::Agent;
 #[cfg(feature = "preload")]
-use super::session::BELL;
+use super::session::WAKEUP;
 use crate::cold;
 use crate::runtime::affinity;
 use crate::runtime::thread::{begin_thread, exit_thread};
@@ -25,7 +25,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
 const RECONNECT_MS: i32 = 500;
 
-/// How old a process must be whose memory is all managed before its agent greets, in milliseconds.
+/// Age that a process must have before its agent connects if all its memory is managed, in milliseconds.
 const ALL_START_MS: i32 = 60;
 
 /// The next thread rests before it greets: what replaced one may soon be replaced.
@@ -75,18 +75,18 @@ pub(crate) fn stop(final_phase: u32) {
     cold::end_lease();
     ask_to_leave();
     // Whichever the thread waits for.
-    BELL.ring();
-    cold::BELL.ring();
+    WAKEUP.wake();
+    cold::WAKEUP.wake();
     // Asked by us, by the frame that we interrupted, or about to end by itself.
     SHARED.thread.wait();
-    // Who gave up meanwhile has given up for good.
+    // An agent that gave up meanwhile has given up for good.
     let _ = SHARED.phase.fetch_update(Ordering::AcqRel, Ordering::Acquire, |phase| (phase != 3).then_some(final_phase));
 }
 
 #[cfg(feature = "preload")]
 fn ask_to_leave() {
     if SHARED.phase.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire).is_ok() {
-        // SAFETY: wakes who waits on a word of ours.
+        // SAFETY: a static word; the call wakes its waiters.
         let _ = unsafe {
             syscall!(libc::SYS_futex, SHARED.phase.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX)
         };
@@ -137,7 +137,7 @@ extern "C" fn thread_main() -> ! {
     }
     // Discards of merged pages must be answered whether there is a daemon or not.
     let mut left: Option<Agent> = None;
-    hold_what_is_merged(&mut left);
+    adopt_merged_ranges(&mut left);
     // Most processes that begin are soon another program or gone: those with nothing merged yet need not greet.
     let rests = REST.swap(false, Ordering::AcqRel) || SHARED.all.load(Ordering::Relaxed);
     if rests && !SHARED.forked.load(Ordering::Relaxed) {
@@ -149,11 +149,11 @@ extern "C" fn thread_main() -> ! {
     // The daemon shall not see us go before all is given back.
     let mut socket = None;
     while SHARED.phase.load(Ordering::Acquire) == 1 {
-        hold_what_is_merged(&mut left);
+        adopt_merged_ranges(&mut left);
         match connect(&mut left) {
             Ok((mut agent, fresh)) => {
                 let _ = agent.serve(socket.insert(fresh));
-                agent.seat.leave();
+                agent.affinity.leave();
                 agent.segments = [const { None }; SEGMENTS_HELD];
                 left = Some(agent);
             }
@@ -162,40 +162,40 @@ extern "C" fn thread_main() -> ! {
         // The daemon is gone or refused us. What is merged stays merged; a new daemon may come.
         wait_or_leave(left.as_ref(), RECONNECT_MS);
     }
-    // Who has rung need not wait for what comes now.
+    // Threads that have woken this one need not wait for the work that follows.
     left.iter().for_each(Agent::serve_alone);
     if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
-        // Who was asked to leave before it began has merged memory to give back all the same, whether there is a daemon or not.
+        // An agent that is asked to leave before it began unshares merged memory all the same, whether there is a daemon or not.
         if MAY_START.load(Ordering::Acquire) {
-            hold_what_is_merged(&mut left);
+            adopt_merged_ranges(&mut left);
             if left.is_none()
                 && let Ok((agent, fresh)) = connect(&mut left)
             {
                 (left, socket) = (Some(agent), Some(fresh));
             }
         }
-        left.iter_mut().for_each(Agent::leave_plain);
+        left.iter_mut().for_each(Agent::unshare_before_leaving);
     }
-    left.iter().for_each(Agent::fill_voids);
-    // The kernel says that a thread has ended before it closes what that had open, on a busy machine long before; and a range
-    // is nobody else's as long as our userfaultfd is open.
+    left.iter().for_each(Agent::fill_discarded);
+    // The kernel reports the end of a thread before it closes that thread's descriptors, on a busy machine long before; and no other
+    // descriptor can register a range as long as this userfaultfd is open.
     SHARED.holds.store(false, Ordering::Release);
-    // What was discarded by who still saw that.
-    left.iter().for_each(Agent::fill_voids);
+    // Discards by threads that still saw `holds` set.
+    left.iter().for_each(Agent::fill_discarded);
     // And what attributes are owed for that.
-    left.iter().for_each(|agent| drop(agent.lock_guard()));
+    left.iter().for_each(|agent| drop(agent.lock_mappings()));
     drop((left, socket));
     exit_thread()
 }
 
 impl Agent {
     /// Gives back what [`stop_giving_back`] asked for. Merges nothing any more.
-    fn leave_plain(&mut self) {
+    fn unshare_before_leaving(&mut self) {
         let mut rest = give_back();
         while let Some(first) = self.maps.first_pool(rest) {
             for start in (first.start..first.end).step_by(FREEZE_PAGES_MAX * PAGE_SIZE) {
                 let end = first.end.min(start + FREEZE_PAGES_MAX as u64 * PAGE);
-                let _ = self.heal(Range { start, end });
+                let _ = self.unshare(Range { start, end });
             }
             rest.start = first.end;
         }

@@ -10,6 +10,7 @@
 //! `remap_huge` map slots in their place, and `unshare` replaces slots by private memory.
 
 mod events;
+mod freeze;
 mod handshake;
 mod lifecycle;
 mod remap;
@@ -19,7 +20,7 @@ mod session;
 mod unshare;
 
 #[cfg(feature = "preload")]
-pub(crate) use events::{forget_served, give_owed, wait_served};
+pub(crate) use events::{apply_owed, forget_served, wait_served};
 pub(crate) use lifecycle::start;
 #[cfg(feature = "preload")]
 pub(crate) use lifecycle::{REST, ask_to_leave_giving_back, stop, stop_giving_back, wait_begun};

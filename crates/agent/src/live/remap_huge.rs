@@ -1,21 +1,20 @@
-//! A huge page that is merged whole: taken, compared and given up as one.
+//! A huge page that is merged whole: taken, compared and freed as one.
 //!
-//! Page by page the kernel would split it first, while its pages are in our hands: that takes longer than all else, and leaves
-//! 512 small pages to be freed. So where the pieces that follow one another cover a huge page it is moved as it is. If all of it
-//! is equal it is mapped and the huge page goes back to the system as one; if anything is not it goes back to where it was,
-//! and span by span is tried. The order of steps is that of [`remap`](crate::live::remap), and so is the argument for it.
+//! A merge page by page would have the kernel split it first, while its pages are frozen. That takes longer than everything
+//! else, and leaves 512 small pages to be freed. So where the pieces cover a huge page, it is moved as one. If all of it is equal,
+//! it is mapped, and the huge page returns to the system as one. If anything differs, it moves back, and the caller tries span
+//! by span. The order of steps is that of [`remap`](super::remap), and so is the argument for it.
 
+use super::freeze::Freeze;
+use super::session::{Agent, PAGE};
+use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::prefault;
 use crate::limits::{HUGE_LEN, HUGE_PAGES, NOTHING};
-use crate::live::remap::rewatch;
-use crate::live::session::Agent;
 use crate::owned_ranges::{self, Owned, hide};
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
-use pagefold_os::{PAGE_SIZE, Range, mem, sched, uffd};
+use pagefold_os::{PAGE_SIZE, Range, mem, uffd};
 use pagefold_protocol::message::{Outcome, PIECE_ZERO, Piece, RefusalReason};
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 /// How many of the first `pieces` cover exactly the pages of one huge page, side by side; `None` if they do not.
 pub(crate) fn pieces_of_one(pieces: impl Iterator<Item = Piece>) -> Option<usize> {
@@ -37,52 +36,33 @@ pub(crate) fn pieces_of_one(pieces: impl Iterator<Item = Piece>) -> Option<usize
 }
 
 impl Agent {
-    /// Merges the pieces, which cover the pages of one huge page, if it is one and all are equal. Returns false if nothing was
-    /// done; else writes one outcome per piece.
-    pub(crate) fn remap_whole(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
+    /// Merges the pieces, which cover the pages of one huge page, if it is one and all are equal. Returns false if nothing is
+    /// merged; else writes one outcome per piece.
+    pub(super) fn remap_huge(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
         let Some(first) = pieces.first() else { return false };
         let span = Range { start: first.addr, end: first.addr + HUGE_LEN };
-        if !self.is_huge(span) || !self.has_whole() {
+        if !self.is_huge(span) || !self.make_huge_staging() {
             return false;
         }
         self.read_slots(pieces);
-        let _held = self.lock_guard();
-        if self.is_excluded(span) {
-            return false;
-        }
-        let Ok(heap) = self.heap.hold(span, &self.watch) else { return false };
-        let frozen_at = sched::monotonic_ns();
+        let staging = owned_ranges::range_of(Owned::HugeStaging).start;
+        let Some(mut freeze) = self.freeze(span, staging) else { return false };
         outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
-        self.begin_freeze(owned_ranges::range_of(Owned::HugeStaging).start);
-        let _ = self.watch.unregister(span);
-        let held = self.hold.register(span, uffd::MODE_MISSING).is_ok();
-        if !held {
-            // Part of it may be registered.
-            self.watch_parts(span);
-        }
-        let merged = held && self.take_whole(span) && self.are_equal(pieces) && self.map_all(span, pieces, outcomes);
+        let merged = freeze.take_huge() && freeze.are_equal(pieces) && freeze.map_all(pieces, outcomes);
         if merged {
-            // Who waits finds the slots; what else is to be done nobody needs to wait for.
-            let _ = self.hold.wake(span);
+            freeze.wake();
+            freeze.settle(pieces, outcomes);
         }
-        self.note_freeze(sched::monotonic_ns() - frozen_at);
-        if merged {
-            self.settle_whole(span, pieces, outcomes);
-        }
-        self.let_heap_go(heap, span);
-        let _ = self.hold.wake(span);
-        self.show_zeros_of(pieces, outcomes);
-        if merged && outcomes.iter().all(|outcome| outcome.merged > 0) {
-            // SAFETY: ours, and what is there is mapped from the pool by now, or zero.
-            let _ = unsafe { mem::advise(self.room, HUGE_LEN, libc::MADV_DONTNEED) };
-        } else {
-            // With a page table of small pages it would take no huge page again.
-            self.forget_whole();
+        let is_whole = merged && outcomes.iter().all(|outcome| outcome.merged > 0);
+        freeze.end(pieces, outcomes, if is_whole { HUGE_LEN } else { 0 });
+        if !is_whole {
+            // The place has a page table of small pages now, and would take no huge page again.
+            self.forget_huge_staging();
         }
         merged
     }
 
-    /// Brings the slots into the page table and the cache: what the comparison finds there nobody waits for.
+    /// Brings the slots into the page table and the cache before the freeze, which is shorter for it.
     fn read_slots(&self, pieces: &[Piece]) {
         const LINE: usize = 64;
         for piece in pieces.iter().filter(|piece| piece.segment != PIECE_ZERO) {
@@ -94,7 +74,7 @@ impl Agent {
         }
     }
 
-    /// True if one huge page is at `range`, and not the kernel's of zeros.
+    /// Returns true if one huge page lies at `range`, other than the kernel's huge zero page.
     fn is_huge(&self, range: Range) -> bool {
         let all_of = pagemap::HUGE | pagemap::PRESENT | pagemap::PFNZERO;
         let query = Query { all_of, inverted: pagemap::PFNZERO, report: pagemap::HUGE, ..Query::default() };
@@ -103,9 +83,9 @@ impl Agent {
         matches!(seen, Ok((1, _))) && found[0].start == range.start && found[0].end == range.end
     }
 
-    /// Makes the place where a huge page waits, if there is none. Returns false if it cannot be had.
-    fn has_whole(&mut self) -> bool {
-        if self.whole.is_some() {
+    /// Makes the place where a frozen huge page waits, if there is none. Returns false if that fails.
+    fn make_huge_staging(&mut self) -> bool {
+        if self.huge_staging.is_some() {
             return true;
         }
         let begin = |map: &mem::Mapping| map.addr().next_multiple_of(HUGE_LEN);
@@ -113,67 +93,65 @@ impl Agent {
         let make = |len| mem::Mapping::anonymous(len).ok().filter(aligned);
         let Some(map) = make(HUGE_LEN as usize).or_else(|| make(2 * HUGE_LEN as usize)) else { return false };
         hide(&map);
-        let room = begin(&map);
-        if self.watch.register(Range { start: room, end: room + HUGE_LEN }, uffd::MODE_WP).is_err() {
+        let start = begin(&map);
+        let range = Range { start, end: start + HUGE_LEN };
+        if self.watch.register(range, uffd::MODE_WP).is_err() {
             return false;
         }
-        owned_ranges::register(Owned::HugeStaging, Range { start: room, end: room + HUGE_LEN });
-        self.whole = Some(map);
+        owned_ranges::register(Owned::HugeStaging, range);
+        self.huge_staging = Some(map);
         true
     }
 
-    /// Lets the place go where a huge page waits.
-    pub(crate) fn forget_whole(&mut self) {
-        self.whole = None;
+    /// Frees the place where a frozen huge page waits.
+    pub(super) fn forget_huge_staging(&mut self) {
+        self.huge_staging = None;
         owned_ranges::register(Owned::HugeStaging, NOTHING);
     }
+}
 
-    /// Moves the huge page at `span` away; where that does not succeed it is back.
-    fn take_whole(&mut self, span: Range) -> bool {
-        // Looked for once more: from here on who reads what was discarded waits, and gets no huge page of zeros. Some kernels
-        // (6.16 and newer) move that as a page that does not exist.
-        let (moved, error) = if self.is_huge(span) {
-            self.watch.move_pages(self.room, span, uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE)
+impl Freeze<'_> {
+    /// Moves the huge page to the staging area. Where that fails it is back.
+    fn take_huge(&mut self) -> bool {
+        // Checked once more: a thread that reads discarded memory from here on waits, and gets no huge zero page, which some
+        // kernels (6.16 and newer) move as a page that does not exist.
+        let (moved, error) = if self.agent.is_huge(self.span) {
+            self.agent.watch.move_pages(self.staging, self.span, uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE)
         } else {
             (0, Some(Errno(libc::ENOENT)))
         };
-        // Somebody may have split it in this very moment: then it is not worth it.
-        if error.is_none() && self.is_huge(Range { start: self.room, end: self.room + HUGE_LEN }) {
+        // If something has split it in this very moment, a merge as one is not worth it.
+        if error.is_none() && self.agent.is_huge(Range { start: self.staging, end: self.staging + HUGE_LEN }) {
             return true;
         }
-        self.put_back(span, 0..(moved / PAGE) as usize);
-        self.watch_part(Range { start: span.start + moved, ..span });
+        self.put_back(0..(moved / PAGE) as usize);
+        self.agent.watch_part(Range { start: self.span.start + moved, ..self.span });
         false
     }
 
-    /// Moves pages of `span` back, and watches those for writes as they were.
-    fn put_back(&mut self, span: Range, pages: core::ops::Range<usize>) {
-        let range = Range { start: span.start + pages.start as u64 * PAGE, end: span.start + pages.end as u64 * PAGE };
+    /// Moves pages back, and watches them for writes as before.
+    fn put_back(&mut self, pages: core::ops::Range<usize>) {
+        let range = self.range_of(pages.clone());
         if range.is_empty() {
             return;
         }
-        self.move_back(span, pages);
-        let _ = self.hold.unregister(range);
-        rewatch(&self.watch, range);
-        let _ = self.watch.write_protect(range);
+        self.move_back(pages);
+        let _ = self.agent.hold.unregister(range);
+        let _ = watch_anonymous(&self.agent.watch, range);
+        let _ = self.agent.watch.write_protect(range);
     }
 
-    /// True if each page equals its slot; where one does not, all are back.
+    /// Returns true if each page equals its slot. If one does not, all are back.
     fn are_equal(&mut self, pieces: &[Piece]) -> bool {
-        let mut at = 0;
-        let equal = pieces.iter().all(|piece| {
-            let pages = at..at + piece.pages as usize;
-            at = pages.end;
-            self.is_equal(piece, pages)
-        });
-        if !equal && let Some(first) = pieces.first() {
-            self.put_back(Range { start: first.addr, end: first.addr + HUGE_LEN }, 0..HUGE_PAGES);
+        let equal = pieces.iter().all(|piece| self.compare(piece, |_| Ok(())).is_ok());
+        if !equal {
+            self.put_back(0..HUGE_PAGES);
         }
         equal
     }
 
-    /// Maps the slots, those that follow one another by one call. What the kernel does not map is back. Returns false if all is.
-    fn map_all(&mut self, span: Range, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
+    /// Maps the slots, consecutive ones by one call. What the kernel does not map is back. Returns false if nothing is mapped.
+    fn map_all(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
         let mut done = 0;
         while let Some(first) = pieces.get(done) {
             let follow = |pair: &&[Piece]| {
@@ -181,28 +159,22 @@ impl Agent {
                 pair[0].segment == pair[1].segment && (pair[0].segment == PIECE_ZERO || next == Some(pair[1].slot))
             };
             let mut joined = done + 1 + pieces[done..].windows(2).take_while(follow).count();
-            // A huge page of the file's in the page table is split by the first write to it, and then none of its pages is there.
+            // The first write to a huge page of the file in the page table splits it, and then none of its pages is mapped.
             let as_huge = done == 0 && first.segment != PIECE_ZERO && (first.slot as usize).is_multiple_of(HUGE_PAGES);
             if as_huge {
                 joined = 1;
             }
             let pages: u32 = pieces[done..joined].iter().map(|piece| piece.pages).sum();
-            let why = match self.map_slots(&Piece { pages, ..*first }) {
-                Ok(()) => RefusalReason::Done,
-                Err(why) => why,
-            };
-            for (piece, outcome) in pieces[done..joined].iter().zip(&mut outcomes[done..joined]) {
-                *outcome =
-                    Outcome { merged: if why == RefusalReason::Done { piece.pages } else { 0 }, reason: why as u32 };
-            }
-            if why != RefusalReason::Done {
-                let from = ((first.addr - span.start) / PAGE) as usize;
-                self.put_back(span, from..HUGE_PAGES);
-                outcomes[joined..].fill(Outcome { merged: 0, reason: why as u32 });
+            if let Err(reason) = self.map_slots(&Piece { pages, ..*first }) {
+                self.put_back(self.page_of(first.addr)..HUGE_PAGES);
+                outcomes[done..].fill(Outcome { merged: 0, reason: reason as u32 });
                 return done > 0;
             }
+            for (piece, outcome) in pieces[done..joined].iter().zip(&mut outcomes[done..joined]) {
+                *outcome = Outcome { merged: piece.pages, reason: RefusalReason::Done as u32 };
+            }
             if first.segment != PIECE_ZERO {
-                self.hear_discards(Range { start: first.addr, end: self.mapped_to });
+                self.agent.report_discards(Range { start: first.addr, end: self.mapped_end });
             }
             if as_huge {
                 prefault::read_in(Range::pages_from(first.addr, 1));
@@ -212,37 +184,37 @@ impl Agent {
         true
     }
 
-    /// Has what was mapped in the page table, and watches all.
-    fn settle_whole(&self, span: Range, pieces: &[Piece], outcomes: &[Outcome]) {
-        self.populate(pieces, outcomes);
-        let mut shown = Range { start: span.start, end: span.start };
+    /// Maps the merged pages into the page table, and watches everything.
+    fn settle(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+        self.agent.prefault(pieces, outcomes);
+        let mut shown = Range { start: self.span.start, end: self.span.start };
         for (piece, outcome) in pieces.iter().zip(outcomes) {
             let range = Range::pages_from(piece.addr, u64::from(outcome.merged));
             if piece.segment == PIECE_ZERO || range.is_empty() {
-                self.watch_part(range);
+                self.agent.watch_part(range);
             } else if shown.end == range.start {
                 shown.end = range.end;
             } else {
                 if !shown.is_empty() {
-                    self.keep_shown(shown);
+                    self.agent.adopt_pool(shown);
                 }
                 shown = range;
             }
         }
         if !shown.is_empty() {
-            self.keep_shown(shown);
+            self.agent.adopt_pool(shown);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::handshake::{alone, one_at_a_time};
     use super::*;
-    use crate::live::handshake::{alone, one_at_a_time};
     use core::sync::atomic::{AtomicU64, Ordering};
-    use pagefold_os::{Page, fd::Fd, memfd};
+    use pagefold_os::{Page, fd::Fd, memfd, sched};
 
-    /// A segment whose slots all differ.
+    /// A segment with slots that all differ.
     fn segment() -> Fd {
         let file = memfd::create(c"pagefold-pool", 2 * HUGE_LEN).unwrap();
         for slot in 0..2 * HUGE_PAGES {
@@ -306,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn the_huge_page_of_zeros_is_not_taken() {
+    fn the_huge_zero_page_is_not_taken() {
         begin(|mut agent, at| {
             let span = Range { start: at, end: at + HUGE_LEN };
             assert!(agent.is_huge(span));
@@ -316,13 +288,13 @@ mod tests {
             assert!(!agent.is_huge(span), "moved, it is a page that does not exist for some kernels");
             let mut outcomes = [Outcome::default(); 8];
             let pieces = pieces_at(at, 0).map(|piece| Piece { segment: PIECE_ZERO, ..piece });
-            assert!(!agent.remap_whole(&pieces, &mut outcomes));
+            assert!(!agent.remap_huge(&pieces, &mut outcomes));
             assert_eq!(shown(at, 5), [0; PAGE_SIZE]);
         });
     }
 
     #[test]
-    fn what_differs_goes_back_whole_and_what_is_equal_is_mapped() {
+    fn a_differing_huge_page_moves_back_and_an_equal_one_is_mapped() {
         begin(|mut agent, at| {
             let span = Range { start: at, end: at + HUGE_LEN };
             agent.watch.register(span, uffd::MODE_WP).unwrap();
@@ -331,7 +303,7 @@ mod tests {
             // The last page, and one in the middle, are another's.
             for wrong in [7, 4] {
                 pieces[wrong].slot += 1;
-                assert!(!agent.remap_whole(&pieces, &mut outcomes));
+                assert!(!agent.remap_huge(&pieces, &mut outcomes));
                 pieces[wrong].slot -= 1;
                 assert!(agent.is_huge(span), "it was split");
                 let all_of = pagemap::WPALLOWED | pagemap::WRITTEN;
@@ -339,7 +311,7 @@ mod tests {
                 let written = pagemap::scan(&agent.pagemap, span, query, &mut [pagemap::Region::default()]);
                 assert_eq!(written.unwrap().0, 0, "it is not watched as before");
             }
-            assert!(agent.remap_whole(&pieces, &mut outcomes));
+            assert!(agent.remap_huge(&pieces, &mut outcomes));
             assert!(
                 outcomes.iter().all(|outcome| outcome.merged == 64 && outcome.reason == RefusalReason::Done as u32)
             );
@@ -352,10 +324,10 @@ mod tests {
 
     /// A discard that was answered meanwhile leaves fresh memory among what is mapped.
     #[test]
-    fn what_shows_the_pool_is_held_whatever_lies_between() {
+    fn pool_mappings_are_registered_despite_other_mappings_between() {
         begin(|mut agent, at| {
             let mut outcomes = [Outcome::default(); 8];
-            assert!(agent.remap_whole(&pieces_at(at, 0), &mut outcomes));
+            assert!(agent.remap_huge(&pieces_at(at, 0), &mut outcomes));
             let page = |index: u64| Range::pages_from(at + index * PAGE, 1);
             agent.hold.unregister(Range { start: at, end: at + HUGE_LEN }).unwrap();
             agent.serve_event(uffd::Event::Remove(page(100)));
@@ -367,10 +339,10 @@ mod tests {
 
     /// As in a forked child, which has the page table of its parent where that had written something.
     #[test]
-    fn what_is_not_there_is_mapped_as_pages() {
+    fn absent_pages_are_mapped_as_small_pages() {
         begin(|mut agent, at| {
             let mut outcomes = [Outcome::default(); 8];
-            assert!(agent.remap_whole(&pieces_at(at, 0), &mut outcomes));
+            assert!(agent.remap_huge(&pieces_at(at, 0), &mut outcomes));
             let span = Range { start: at, end: at + HUGE_LEN };
             let there = || {
                 let query = Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, ..Query::default() };
@@ -381,7 +353,7 @@ mod tests {
             for gone in [0..0, 0..512, 0..1, 511..512, 100..300] {
                 agent.hold.unregister(span).unwrap();
                 let range = Range { start: at + gone.start * PAGE, end: at + gone.end * PAGE };
-                // SAFETY: the test's memory; nobody hears of it, so the slots are there again.
+                // SAFETY: the test's memory; no event is read, so the slots are mapped again.
                 unsafe {
                     mem::advise(range.start, range.len(), libc::MADV_DONTNEED).unwrap();
                     ((at + 200 * PAGE) as *mut u64).write_volatile(201);
@@ -399,7 +371,7 @@ mod tests {
     fn merge(agent: &mut Agent, pieces: &[Piece; 8], whole: bool) -> bool {
         let mut outcomes = [Outcome::default(); 8];
         if whole {
-            return agent.remap_whole(pieces, &mut outcomes);
+            return agent.remap_huge(pieces, &mut outcomes);
         }
         for (piece, outcome) in pieces.iter().zip(&mut outcomes) {
             agent.remap_span(core::slice::from_ref(piece), core::slice::from_mut(outcome));
@@ -407,10 +379,10 @@ mod tests {
         outcomes.iter().all(|outcome| outcome.merged == 64)
     }
 
-    /// Bare discards at any time of a merge, each of a page whose fresh content is looked at then. What comes between a page's
-    /// mapping and its registration is lost, a few in a thousand here.
+    /// Raw discards at any time of a merge, each of one page, and then a look at its fresh content. A discard between a page's mapping and its
+    /// registration is lost, a few in a thousand here.
     #[test]
-    fn bare_discards_of_what_is_being_merged_show_zeros() {
+    fn raw_discards_during_a_merge_read_zeros() {
         const ROUNDS: u64 = 1000;
         for whole in [true, false] {
             begin(|mut agent, at| {

@@ -2,17 +2,17 @@
 //!
 //! Lists and pages go through the channel, a file that the daemon can write to at any time: entries are copied before they are
 //! looked at, and every number in them may be any. Pages are copied by the kernel, so that one which is gone is an error and not
-//! a fault in the program. Between two requests the events of merged memory are answered, with the guard held.
+//! a fault in the program. Between two requests the events of merged memory are answered, with the mapping lock held.
 
 use super::events::serve_events;
 use super::handshake::{WATCH_FEATURES, give_up, watch_staging};
 use super::session::{Agent, PAGE, Segment};
-use crate::address_space::anonymous::watch_plain;
+use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::regions::{Listed, list};
 use crate::cold;
 use crate::live::remap_huge::pieces_of_one;
 use crate::owned_ranges::hide;
-use crate::runtime::housekeeping::look_around;
+use crate::runtime::housekeeping::housekeep;
 use crate::state::{AGENT, MAY_START, SHARED, is_leased};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -35,11 +35,11 @@ impl Agent {
         let mut looked = 0;
         let (mut busy, mut told) = (0, 0);
         loop {
-            let looks = look_around(&mut looked, AGENT, Some(&self.watch));
-            if looks && SHARED.all.load(Ordering::Relaxed) && self.growth.is_news() {
+            let looks = housekeep(&mut looked, AGENT, Some(&self.watch));
+            if looks && SHARED.all.load(Ordering::Relaxed) && self.rss_watch.has_grown() {
                 SHARED.changed();
             }
-            // Who asked before there was a bell did not ring.
+            // A thread that asked before the wakeup page was registered could not wake this one.
             if SHARED.phase.load(Ordering::Acquire) != 1 {
                 return Ok(());
             }
@@ -56,15 +56,15 @@ impl Agent {
                 (busy, told) = (now, generation);
             }
             // A lease that ended by itself: the daemon learns it from the next greeting.
-            if SHARED.phase.load(Ordering::Acquire) != 1 || self.away && !is_leased() {
+            if SHARED.phase.load(Ordering::Acquire) != 1 || self.is_lent && !is_leased() {
                 return Ok(());
             }
             if ready == 0 {
                 continue;
             }
             if polls[1].revents != 0 {
-                // With the guard nobody maps something else where a discard is being answered.
-                let _held = self.lock_guard();
+                // With the mapping lock no call replaces the mapping while a discard is being answered.
+                let _held = self.lock_mappings();
                 serve_events(&self.hold, &self.maps, &self.watch, self.counters());
             }
             if polls[0].revents == 0 {
@@ -75,7 +75,7 @@ impl Agent {
             let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
             if let Some(cpu) = request.cpu.checked_sub(1) {
                 // It waits for the answer, so its processor is free.
-                self.seat.follow(cpu);
+                self.affinity.follow(cpu);
             }
             let mut answer = Packet { status: 0, count: 0, ..request };
             if request.op == Op::Leave as u32 {
@@ -105,13 +105,13 @@ impl Agent {
             WATCH => {
                 for index in 0..count {
                     let range: Range = self.channel.request(index);
-                    let status = watch_plain(&self.watch, range).map_or_else(|errno| errno.0, |()| 0);
+                    let status = watch_anonymous(&self.watch, range).map_or_else(|errno| errno.0, |()| 0);
                     self.channel.put_answer(index, status);
                 }
                 Ok(count)
             }
             FETCH => self.fetch(count),
-            PART => self.part(request.a == 1).map(|()| 0),
+            PART => self.lend(request.a == 1).map(|()| 0),
             REMAP => {
                 // In any case: the daemon does not bring them again.
                 self.take_segments(request.a, fds);
@@ -120,7 +120,7 @@ impl Agent {
             HEAL => {
                 for index in 0..count {
                     let range: Range = self.channel.request(index);
-                    let status = self.heal(range).map_or_else(|errno| errno.0, |()| 0);
+                    let status = self.unshare(range).map_or_else(|errno| errno.0, |()| 0);
                     self.channel.put_answer(index, status);
                 }
                 Ok(count)
@@ -141,9 +141,9 @@ impl Agent {
 
     /// Leaves the plain memory to the cold tier, which a second thread is the client of, or asks for it back. The thread tells
     /// when it is ours again, by changing the generation.
-    fn part(&mut self, away: bool) -> Result<()> {
-        if !away {
-            self.away = false;
+    fn lend(&mut self, lends: bool) -> Result<()> {
+        if !lends {
+            self.is_lent = false;
             cold::ask_end_of_lease();
             return Ok(());
         }
@@ -151,11 +151,11 @@ impl Agent {
             return Err(Errno(libc::EPERM));
         }
         // The thread that is started has our place.
-        self.seat.leave();
+        self.affinity.leave();
         cold::lease(|| {
             // Watches nothing: the kernel takes a range from one descriptor only.
             self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
-            self.forget_whole();
+            self.forget_huge_staging();
             watch_staging(&self.watch, &self.staging)
         })
     }
@@ -175,7 +175,7 @@ impl Agent {
             });
             let huge = pieces_of_one(ahead).filter(|_| first.follows == 0 || whole);
             let len = match huge {
-                Some(len) if self.remap_whole(&pieces[..len], &mut outcomes[..len]) => len,
+                Some(len) if self.remap_huge(&pieces[..len], &mut outcomes[..len]) => len,
                 _ => self.remap_first(at..count, whole, &mut pieces, &mut outcomes),
             };
             for (index, outcome) in outcomes[..len].iter().enumerate() {
@@ -233,10 +233,10 @@ impl Agent {
     /// Lists the managed ranges, or (`pool`) the mappings of pool files from address `from` on.
     fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
         if !pool {
-            self.growth.note_listed();
+            self.rss_watch.note_listed();
         }
-        // Reading the table needs the guard, reading maps does not; both are short.
-        let held = self.lock_guard();
+        // Reading the table needs the mapping lock, reading maps does not; both are short.
+        let held = self.lock_mappings();
         let table = SHARED.tables(&held).table;
         // Merged and plain memory lie in few ranges together.
         let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };

@@ -3,15 +3,14 @@
 use crate::address_space::anonymous::keep_attributes;
 use crate::address_space::discarded_ranges;
 use crate::address_space::glibc_arenas;
-use crate::address_space::heap::Heap;
+use crate::address_space::heap::HeapEnd;
 use crate::address_space::maps::Maps;
 use crate::address_space::regions::is_left_alone;
-use crate::address_space::rss_watch::Growth;
-use crate::limits::HUGE_PAGES;
+use crate::address_space::rss_watch::RssWatch;
 use crate::limits::NURSERY_LEN;
 use crate::owned_ranges::{self, Owned};
-use crate::runtime::affinity::Seat;
-use crate::runtime::wakeup::Bell;
+use crate::runtime::affinity::Affinity;
+use crate::runtime::wakeup::Wakeup;
 use crate::state::{AGENT, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -24,7 +23,7 @@ use pagefold_protocol::message::SEGMENTS_HELD;
 pub(super) const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Wakes the agent's thread where it waits for the daemon and for events.
-pub(crate) static BELL: Bell = Bell::new(Owned::Wakeup);
+pub(crate) static WAKEUP: Wakeup = Wakeup::new(Owned::Wakeup);
 
 /// A pool segment that is mapped for comparing.
 pub(super) struct Segment {
@@ -42,19 +41,15 @@ pub(crate) struct Agent {
     /// Holds frozen and merged ranges; tells of discards.
     pub(crate) hold: Uffd,
     /// Watches the end of the heap while part of that is frozen.
-    pub(crate) heap: Heap,
+    pub(crate) heap: HeapEnd,
     /// /dev/userfaultfd, if we have it.
     pub(super) device: Option<Fd>,
     /// We greeted this daemon while the plain memory was the cold tier's.
-    pub(super) away: bool,
+    pub(super) is_lent: bool,
     /// Where frozen pages wait.
     pub(crate) staging: mem::Mapping,
-    /// Where a huge page waits that is frozen whole; `None` before there was one.
-    pub(crate) whole: Option<mem::Mapping>,
-    /// Where the pages of the span that is frozen wait: one of these two.
-    pub(crate) room: u64,
-    /// The end of what was mapped of it.
-    pub(crate) mapped_to: u64,
+    /// Where a frozen huge page waits; `None` before it is needed.
+    pub(super) huge_staging: Option<mem::Mapping>,
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     pub(super) nursery: Option<Option<u64>>,
     pub(super) segments: [Option<Segment>; SEGMENTS_HELD],
@@ -63,13 +58,11 @@ pub(crate) struct Agent {
     /// Its mappings.
     pub(crate) maps: Maps,
     /// Whether there are more of them than were listed.
-    pub(super) growth: Growth,
+    pub(super) rss_watch: RssWatch,
     /// Where it runs.
-    pub(super) seat: Seat,
+    pub(super) affinity: Affinity,
     /// Processor time of this thread before the connection: earlier ones have told of it.
     pub(super) cpu_before_ns: u64,
-    /// Pages of the frozen span that the program discarded meanwhile.
-    pub(crate) voids: [bool; HUGE_PAGES],
 }
 
 impl Agent {
@@ -87,32 +80,32 @@ impl Agent {
 
     /// Puts the attributes that the program gave to `range` onto the mapping that replaced it: `plain` memory, or the pool's.
     pub(crate) fn keep_attributes(&self, range: Range, plain: bool) {
-        let held = SHARED.guard.lock(AGENT);
+        let held = SHARED.mapping_lock.lock(AGENT);
         keep_attributes(range, SHARED.tables(&held).table, plain);
     }
 
     /// True if the program has asked for part of `range` to be left alone, perhaps after the daemon planned.
     pub(crate) fn is_excluded(&self, range: Range) -> bool {
-        let held = SHARED.guard.lock(AGENT);
+        let held = SHARED.mapping_lock.lock(AGENT);
         is_left_alone(SHARED.tables(&held).table, range)
     }
 
     /// True if the mappings of `range` cannot be replaced: the program has locked, sealed or keyed part of it, or discarded what cannot
     /// be told from the slots where it is, or may map it anew unseen.
     pub(crate) fn keeps_mapping(&self, range: Range) -> bool {
-        let held = SHARED.guard.lock(AGENT);
+        let held = SHARED.mapping_lock.lock(AGENT);
         let table = SHARED.tables(&held).table;
         table.keeps_mapping(range) || glibc_arenas::may_end(table, range) || discarded_ranges::overlap(range)
     }
 
     /// Notes that a bare call has sealed `range`, as the kernel has just told us.
     pub(crate) fn note_sealed(&self, range: Range) {
-        let held = SHARED.guard.lock(AGENT);
+        let held = SHARED.mapping_lock.lock(AGENT);
         SHARED.tables(&held).table.change(range, |note| note.sealed = true);
     }
 
     pub(crate) fn remember_merged(&self, range: Range) {
-        let held = SHARED.guard.lock(AGENT);
+        let held = SHARED.mapping_lock.lock(AGENT);
         SHARED.tables(&held).merged.add(range);
     }
 
@@ -126,7 +119,7 @@ impl Agent {
         self.maps.pools(range, visit).ok().and(rights)
     }
 
-    /// Where memory that is given back is made, see [`Agent::heal`].
+    /// Where memory for unshared pages is made, see [`Agent::unshare`].
     pub(crate) fn nursery(&mut self) -> Option<u64> {
         if self.nursery.is_none() {
             self.nursery = Some(self.find_nursery().ok());
@@ -137,14 +130,14 @@ impl Agent {
     fn find_nursery(&self) -> Result<u64> {
         let mut base = owned_ranges::range_of(Owned::Nursery).start;
         if base == 0 {
-            // Between two pages that nobody may touch, so that it never joins what lies beside it.
+            // Between two inaccessible pages, so that it never joins a neighbouring mapping.
             let (len, flags) = (NURSERY_LEN + 2 * PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
             // SAFETY: the kernel chooses a free range.
             let addr = unsafe { mem::map(mem::wish(len), len, libc::PROT_NONE, flags, -1, 0) }?;
             base = addr + PAGE;
             // SAFETY: the range is ours.
             if let Err(errno) = unsafe { mem::protect(base, NURSERY_LEN, libc::PROT_READ | libc::PROT_WRITE) } {
-                // SAFETY: the same range.
+                // SAFETY: the range that was just mapped, which nothing uses yet.
                 let _ = unsafe { mem::unmap(addr, len) };
                 return Err(errno);
             }

@@ -1,10 +1,9 @@
-//! Private memory instead of the pool's: pages that were written are made plain memory again, and so are all when a program is
-//! unmerged.
+//! Private memory in the place of pool mappings: for pages that were written, and for all pages when a program is unmerged.
 
+use crate::address_space::anonymous::watch_anonymous;
 use crate::cold;
 use crate::limits::{MOVE_TRIES, NURSERY_LEN};
 use crate::live::events::HOLD_MODES;
-use crate::live::remap::rewatch;
 use crate::live::session::Agent;
 use crate::runtime::thread::yield_now;
 use pagefold_os::fd::Fd;
@@ -21,31 +20,31 @@ const PAGE: u64 = PAGE_SIZE as u64;
 const INTO: libc::c_int = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
 
 impl Agent {
-    /// Gives private memory back for `range`, which the pool backs: heals broken pages, unmerges shared ones.
+    /// Replaces the pool mappings of `range` by private memory, for pages that were written and for shared ones.
     ///
     /// The pages are taken aside by one `mremap(2)` that leaves the (now empty) mapping in place, where accesses
     /// wait; their bytes are copied to fresh memory, and that is moved into place, again by one `mremap(2)`.
     ///
     /// Fresh memory comes from the *nursery*, one mapping, at the offset that the address has: what comes from neighbouring
     /// places of one mapping is one mapping again where it arrives. Otherwise each span would remain one of its own.
-    pub(crate) fn heal(&mut self, range: Range) -> Result<(), Errno> {
+    pub(crate) fn unshare(&mut self, range: Range) -> Result<(), Errno> {
         if range.is_empty() || range.pages() > FREEZE_PAGES_MAX as u64 || !range.start.is_multiple_of(PAGE) {
             return Err(Errno(libc::EINVAL));
         }
-        let _held = self.lock_guard();
+        let _held = self.lock_mappings();
         // The lock would go with the mapping; the pages are the program's own already.
         if self.keeps_mapping(range) {
             return Err(Errno(libc::EPERM));
         }
-        let heap = self.heap.hold(range, &self.watch)?;
+        let heap = self.heap.watch_end(range, &self.watch)?;
         let rights = self.rights_of_pool(range).ok_or(Errno(libc::EINVAL));
         let result = rights.and_then(|rights| self.replace_pool(range, rights));
-        self.let_heap_go(heap, range);
+        self.unwatch_heap(heap, range);
         let _ = self.hold.wake(range);
         result
     }
 
-    /// [`heal`](Self::heal) for one pool mapping with `rights`; who waits there is to be woken.
+    /// [`unshare`](Self::unshare) for one pool mapping with `rights`; the caller wakes the threads that wait there.
     fn replace_pool(&mut self, range: Range, rights: libc::c_int) -> Result<(), Errno> {
         let len = range.len();
         let frozen_at = sched::monotonic_ns();
@@ -68,11 +67,11 @@ impl Agent {
         };
         // What comes from the nursery may be read and written.
         let usual = rights == libc::PROT_READ | libc::PROT_WRITE;
-        let hatched = if usual { self.hatch(range, aside) } else { None };
+        let in_nursery = if usual { self.copy_to_nursery(range, aside) } else { None };
         // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
         let allow = |fresh: &mem::Mapping| usual || unsafe { mem::protect(fresh.addr(), len, rights) }.is_ok();
-        let fresh = if hatched.is_some() { None } else { copy_of(aside, len).ok().filter(allow) };
-        let (from, flags) = match hatched {
+        let fresh = if in_nursery.is_some() { None } else { copy_of(aside, len).ok().filter(allow) };
+        let (from, flags) = match in_nursery {
             // The nursery stays whole.
             Some(at) => (Some(at), INTO | libc::MREMAP_DONTUNMAP),
             None => (fresh.as_ref().map(mem::Mapping::addr), INTO),
@@ -83,19 +82,19 @@ impl Agent {
         let result = match moved {
             Ok(_) => {
                 core::mem::forget(fresh);
-                // SAFETY: the old mapping, which nobody refers to any more.
+                // SAFETY: the old mapping, to which no reference is left.
                 let _ = unsafe { mem::unmap(aside, len) };
                 self.keep_attributes(range, true);
-                rewatch(&self.watch, range);
+                let _ = watch_anonymous(&self.watch, range);
                 let _ = self.watch.write_protect(range);
                 Ok(())
             }
             Err(errno) => {
                 // One mapping less: their number may be what is at its limit.
                 drop(fresh);
-                self.bring_back(range, aside);
+                self.fault_in(range, aside);
                 self.hold_pool(range);
-                if let Some(at) = hatched {
+                if let Some(at) = in_nursery {
                     empty_nursery(at, len);
                 }
                 Err(errno)
@@ -106,7 +105,7 @@ impl Agent {
     }
 
     /// Has what lies at `aside` in `range` again, where it was.
-    fn bring_back(&self, range: Range, aside: u64) {
+    fn fault_in(&self, range: Range, aside: u64) {
         let len = range.len();
         for _ in 0..MOVE_TRIES {
             // SAFETY: the old mapping with all its pages returns to where it was.
@@ -144,12 +143,12 @@ impl Agent {
             return;
         }
         loop {
-            // SAFETY: the old mapping, which nobody else knows.
+            // SAFETY: the old mapping, which no other thread knows.
             let (_, error) = unsafe { self.hold.copy(to, from, PAGE, uffd::DONTWAKE) };
             match error {
                 // A discard is under way: its event must be read before anything is copied.
                 Some(Errno(libc::EAGAIN)) => match self.hold.read_event() {
-                    // Those who wait here are woken in the end, when the page is there.
+                    // Threads that wait for this range are woken in the end, when the page is there.
                     Ok(Some(uffd::Event::PageFault { addr, .. })) if (range.start..range.end).contains(&addr) => {}
                     Ok(Some(event)) => self.serve_event(event),
                     _ => yield_now(),
@@ -166,7 +165,7 @@ impl Agent {
     }
 
     /// Copies the pages that lie aside to the place in the nursery that belongs to `range`; `None` if that cannot be had.
-    fn hatch(&mut self, range: Range, aside: u64) -> Option<u64> {
+    fn copy_to_nursery(&mut self, range: Range, aside: u64) -> Option<u64> {
         let offset = range.start % NURSERY_LEN;
         let at = self.nursery().filter(|_| offset + range.len() <= NURSERY_LEN)? + offset;
         let mut done = 0;
@@ -202,7 +201,7 @@ pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
         let mut tries = 0;
         // This way of reading does not wait for a page that is out, nor for one of the pool's that the kernel took from here.
         while memory.read_at(&mut page, from + offset) != Ok(PAGE_SIZE) {
-            if cold::is_out(from + offset) || tries == MOVE_TRIES {
+            if cold::is_evicted(from + offset) || tries == MOVE_TRIES {
                 return Err(Errno(libc::ENOMEM));
             }
             if !comes(from + offset)? {
@@ -214,10 +213,10 @@ pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
         // SAFETY: the fresh memory is ours and as long.
         let to = unsafe { fresh.as_ptr().add(offset as usize) };
         if is_zero(&page) {
-            // SAFETY: the same. It is there then, as the kernel shows zeros, and takes no memory.
+            // SAFETY: inside the fresh memory. The kernel then maps its zero page there, which takes no memory.
             unsafe { core::ptr::read_volatile(to) };
         } else {
-            // SAFETY: the same.
+            // SAFETY: inside the fresh memory, to which no reference exists.
             unsafe { core::ptr::copy_nonoverlapping(page.as_ptr(), to, PAGE_SIZE) };
         }
     }
@@ -239,7 +238,7 @@ fn comes(addr: u64) -> Result<bool, Errno> {
 
 /// Makes an access to the page at `addr`, which is ours, a fault, as the program did where its bytes would come from.
 fn guard(addr: u64) -> Result<(), Errno> {
-    // SAFETY: nobody refers to the page.
+    // SAFETY: the page is the agent's or the program's empty mapping; no reference to it exists.
     unsafe { mem::advise(addr, PAGE, mem::MADV_GUARD_INSTALL) }
 }
 
@@ -257,7 +256,7 @@ mod tests {
     use core::sync::atomic::Ordering;
     use pagefold_os::uffd::Uffd;
 
-    /// A page of a file that the kernel took from the page table, where who accesses it waits for an answer.
+    /// A page of a file that the kernel took from the page table, so that an access to it waits for an answer.
     #[test]
     fn a_copy_waits_for_pages_that_are_not_mapped() {
         let features = uffd::FEATURE_MINOR_SHMEM | uffd::FEATURE_MISSING_SHMEM;

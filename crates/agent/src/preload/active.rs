@@ -1,8 +1,8 @@
-//! Whether the program's calls are followed, and by whom: each interposed call asks here first.
+//! Whether the agent follows the calling process: each interposed call asks here first.
 //!
-//! So this is where a child learns that it is one, if nobody saw it forked, and where a thread does what its signal handler had
-//! to leave. Neither happens in the frame that holds the guard for a fork. And this is where the agent leaves a program that says
-//! too much of its memory to be followed.
+//! So a child that was forked unseen learns here that it is one, and a thread does here what its signal handler had to leave. Neither
+//! happens in the frame that holds the mapping lock for a fork. And the agent leaves a program here that gives more advice about
+//! its memory than the agent can follow.
 
 use super::c_library::me;
 use super::credentials;
@@ -20,9 +20,9 @@ pub(super) static ACTIVE: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn active() -> bool {
     let active = ACTIVE.load(Ordering::Relaxed);
-    // Who holds the guard in a child is in the middle of a fork that is known.
-    if active && !SHARED.guard.is_held_by(me()) && is_new_child() {
-        // Forked by a call that nobody saw. Its agent starts with the next memory that wants one.
+    // A child that holds the mapping lock is in the middle of a fork that is known.
+    if active && !SHARED.mapping_lock.is_held_by(me()) && is_new_child() {
+        // Forked by a raw call. Its agent starts with the next memory that wants one.
         begin_child(me());
     }
     if active {
@@ -47,7 +47,7 @@ pub(super) fn managed_all() -> bool {
 /// pages do; a child without any may never need it, unless all its memory is managed.
 pub(super) fn begin_child(goes_on: usize) -> bool {
     mark_process();
-    SHARED.guard.reset(goes_on);
+    SHARED.mapping_lock.reset(goes_on);
     AWAY.reset(goes_on);
     START.store(false, Ordering::Relaxed);
     credentials::forget_due();
@@ -62,7 +62,7 @@ pub(super) fn begin_child(goes_on: usize) -> bool {
     if phase != 3 {
         SHARED.phase.store(0, Ordering::Relaxed);
     }
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     let tables = SHARED.tables(&held);
     let merged = !tables.merged.is_empty();
     // Locks are not inherited.

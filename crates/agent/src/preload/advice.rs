@@ -13,7 +13,7 @@ use super::without_agent::without_thread;
 use crate::address_space::anonymous::{keep_attributes, replace_merged};
 use crate::address_space::maps::{Maps, pool_mappings};
 use crate::cold;
-use crate::range_attributes::{Note, Table};
+use crate::range_attributes::{Attributes, RangeAttributes};
 use crate::state::SHARED;
 use core::ffi::{c_int, c_void};
 use core::sync::atomic::Ordering;
@@ -22,7 +22,7 @@ use pagefold_os::{Range, mem};
 
 /// `MADV_WIPEONFORK`, which the kernel refuses for a file's pages: what is merged is plain memory first.
 fn wipe_on_fork(range: Range) -> Result<()> {
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     let tables = SHARED.tables(&held);
     let merged = tables.merged.may_overlap(range) && pool_mappings(range, |_, _| true).unwrap_or(true);
     // From here on, so that none of it is merged again behind us.
@@ -32,7 +32,7 @@ fn wipe_on_fork(range: Range) -> Result<()> {
         // Where other threads may be writing the agent's thread gives back; what it did not is refused, as a copy made here
         // may lose one of their writes.
         without_thread(libc::EINVAL, range, || {
-            let _held = SHARED.guard.lock(me());
+            let _held = SHARED.mapping_lock.lock(me());
             gather_unwritable(range, libc::EINVAL).and_then(|()| wipe(range)).map(|()| 0)
         })?;
     } else {
@@ -46,7 +46,7 @@ fn wipe_on_fork(range: Range) -> Result<()> {
 fn wipe(range: Range) -> Result<()> {
     // SAFETY: changes no bytes of this process.
     let call = |range: Range| unsafe { mem::advise(range.start, range.len(), libc::MADV_WIPEONFORK) };
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     let table = SHARED.tables(&held).table;
     let result = call(range);
     if result.is_ok() {
@@ -65,7 +65,12 @@ fn wipe(range: Range) -> Result<()> {
 }
 
 /// Discards `range`, parts of which are merged, as `call` does by `advice`; the mapping lock is held.
-fn discard_merged(range: Range, advice: c_int, table: &mut Table, call: impl Fn(c_int) -> Result<()>) -> Result<()> {
+fn discard_merged(
+    range: Range,
+    advice: c_int,
+    table: &mut RangeAttributes,
+    call: impl Fn(c_int) -> Result<()>,
+) -> Result<()> {
     // A pool mapping would show its old bytes again: put fresh memory in its place first. Where it is locked the kernel
     // gets no further.
     let locked = table.first_locked(range).filter(|_| advice != libc::MADV_DONTNEED_LOCKED);
@@ -74,9 +79,9 @@ fn discard_merged(range: Range, advice: c_int, table: &mut Table, call: impl Fn(
     let mut sealed = false;
     let refused = |_, prot, errno| sealed |= errno == Errno(libc::EPERM) && prot & libc::PROT_WRITE == 0;
     let replaced = Maps::open().and_then(|maps| replace_merged(&maps, reached, None, Some(table), refused));
-    // Who cannot see the mappings (a root directory without /proc, no descriptors left) or replace them (a bare call has
-    // sealed them, no memory for another one) leaves it to the agent, which hears of the discard, but does not know the
-    // table meanwhile.
+    // A thread that cannot see the mappings (a root directory without /proc, no descriptors left) or replace them (sealed by a raw
+    // call, no memory for another mapping) leaves it to the agent. The agent reads the event of the discard, but cannot read the
+    // attributes meanwhile.
     let seen = match replaced {
         Ok(_) => true,
         Err(errno) if sealed => return Err(errno),
@@ -86,12 +91,12 @@ fn discard_merged(range: Range, advice: c_int, table: &mut Table, call: impl Fn(
     SHARED.changed();
     // What lies between may be out.
     if seen {
-        cold::voiding(range, || call(advice))
+        cold::discarding(range, || call(advice))
     } else {
         // The agent has heard of it when this returns (as of a discard, which the other may be), and has done it when
         // the pages can be read.
         let advice = if advice == libc::MADV_FREE { libc::MADV_DONTNEED } else { advice };
-        let result = cold::voiding(range, || call(advice));
+        let result = cold::discarding(range, || call(advice));
         cold::read_in(range);
         keep_attributes(range, table, true);
         result
@@ -99,7 +104,7 @@ fn discard_merged(range: Range, advice: c_int, table: &mut Table, call: impl Fn(
 }
 
 /// What `advice` changes in the attributes of a range.
-fn mark_of(advice: c_int) -> Option<fn(&mut Note)> {
+fn mark_of(advice: c_int) -> Option<fn(&mut Attributes)> {
     match advice {
         libc::MADV_MERGEABLE => Some(|note| (note.mergeable, note.excluded) = (true, false)),
         libc::MADV_UNMERGEABLE => Some(|note| (note.mergeable, note.excluded) = (false, true)),
@@ -116,7 +121,7 @@ fn mark_of(advice: c_int) -> Option<fn(&mut Note)> {
 
 fn advise(range: Range, advice: c_int) -> Result<()> {
     const MADV_FREE: c_int = libc::MADV_FREE;
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let call = |advice| unsafe { mem::advise(range.start, range.len(), advice) };
     if matches!(advice, libc::MADV_POPULATE_READ | libc::MADV_POPULATE_WRITE) {
         // Touches, one after the other: what waits for a page must not hold up what makes room for it.
@@ -125,7 +130,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
     if advice == libc::MADV_WIPEONFORK {
         return wipe_on_fork(range);
     }
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     let merged = SHARED.tables(&held).merged.may_overlap(range);
     let result = match advice {
         libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED if merged => {
@@ -141,7 +146,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
             // what is merged nor what is out may come back. It may refuse, too: until then the bytes stay.
             let gathered = if merged { gather_ending(range).inspect(|()| SHARED.changed()) } else { Ok(()) };
             gathered.and_then(|()| call(advice)).inspect(|()| {
-                let _ = cold::voiding(range, || call(libc::MADV_DONTNEED));
+                let _ = cold::discarding(range, || call(libc::MADV_DONTNEED));
             })
         }
         // The tier is where the program's cold pages go; there need be no swap. With none of ours, the kernel decides.
@@ -154,7 +159,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
             }
         }
         libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED | libc::MADV_REMOVE => {
-            cold::voiding(range, || call(advice))
+            cold::discarding(range, || call(advice))
         }
         _ => call(advice),
     };
@@ -194,7 +199,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
     match range_of(addr, len) {
         Some(range) if !range.is_empty() && active() => returned(advise(range, advice)),
-        // SAFETY: the program's own call.
+        // SAFETY: the program's own call with its own arguments, as its caller promised.
         _ => returned(unsafe { mem::advise(addr as u64, len as u64, advice) }),
     }
 }
@@ -208,6 +213,6 @@ pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_
     if advice == libc::POSIX_MADV_DONTNEED {
         return 0;
     }
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     unsafe { mem::advise(addr as u64, len as u64, advice) }.map_or_else(|errno| errno.0, |()| 0)
 }

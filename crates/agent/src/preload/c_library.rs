@@ -42,7 +42,7 @@ pub(super) fn glibc() -> Glibc {
     unsafe extern "C" {
         static pagefold_glibc: [usize; 3];
     }
-    // SAFETY: three words, which the loader has filled before any code of ours runs, and nobody changes.
+    // SAFETY: three words that the loader filled before any code of this library runs, and that never change.
     let [free, realloc, version] = unsafe { pagefold_glibc };
     Glibc { free, realloc, version }
 }
@@ -76,7 +76,7 @@ pub(super) fn returned(result: Result<()>) -> c_int {
     }
 }
 
-/// A variable of the environment, while the program has not begun and nobody changes it.
+/// A variable of the environment, before the program has begun, so that no thread changes it.
 pub(super) fn text(name: &CStr) -> Option<&'static [u8]> {
     // SAFETY: getenv returns a C string or null.
     unsafe {

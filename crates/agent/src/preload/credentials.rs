@@ -1,9 +1,9 @@
-//! What the program gives up, its agent gives up: users, groups, capabilities, filters and the like belong to a thread, and
-//! the C library passes them on to the threads that it knows only. Whoever takes over a program writes to all its memory, and
-//! so to the stack of our thread as well.
+//! When the program drops rights, its agent drops them too: users, groups, capabilities, filters and the like belong to a thread, and the
+//! C library passes them on only to threads that it knows. An attacker that takes over a program writes to all its memory, and so to
+//! the stack of the agent's thread as well.
 //!
-//! So after each call that may take something away our thread is compared with the one that called. If it could do more it
-//! is replaced, before the call returns, by one that the caller starts, and which has what the caller has.
+//! So after each call that may drop something, the agent's thread is compared with the calling one. If the agent's thread has more
+//! rights, it is replaced before the call returns, by a thread that the caller starts and that has the caller's rights.
 
 mod calls;
 
@@ -116,7 +116,7 @@ pub(super) fn follow() {
     }
 }
 
-/// Who has yet to replace our threads, as [`me`] tells; 0 if nobody.
+/// The thread that has yet to replace the agent's threads, as [`me`] names it; 0 if none has.
 static DUE: AtomicUsize = AtomicUsize::new(0);
 
 /// Replaces our threads by new ones that have what the caller has. All is plain memory in between: the new ones may never

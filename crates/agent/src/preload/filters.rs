@@ -27,10 +27,10 @@ pub(super) fn meet_filter(at: u64, all: bool) {
         return leave_for_good();
     }
     if !verdict.start {
-        // Now or never. Who has nothing to merge yet may have later.
+        // Later it would be too late. A program with nothing to merge yet may have something later.
         let away = Away::take();
         start();
-        cold::stand_by();
+        cold::start_standby();
         drop(away);
         wait_begun();
         MAY_START.store(false, Ordering::Release);

@@ -1,8 +1,8 @@
-//! Forks: no page may be in the agent's hands when memory is copied.
+//! Forks: no page may be frozen when memory is copied.
 //!
-//! So the guard is held over each fork that is seen, taken last and freed first among what handlers of the program's libraries
-//! take: who holds one of their locks may wait for it. What is out comes back before, for a child has nobody to ask. The child
-//! has its parent's tables and neither its threads nor its descriptors: its agent starts anew.
+//! So the mapping lock is held over each fork that is seen. Among the handlers of the program's libraries it is taken last and freed first:
+//! a thread that holds one of their locks may wait for it. Evicted pages return before, because a child has no daemon to ask. The
+//! child has its parent's tables, but neither its threads nor its descriptors: its agent starts anew.
 
 use super::active::{ACTIVE, active, begin_child};
 use super::c_library::{fail, me, next};
@@ -11,7 +11,7 @@ use crate::address_space::discarded_ranges;
 use crate::address_space::maps::Maps;
 use crate::cold;
 use crate::live::stop;
-use crate::live::{give_owed, wait_served};
+use crate::live::{apply_owed, wait_served};
 use crate::process::is_new_child;
 use crate::state::SHARED;
 use core::ffi::{c_char, c_int, c_long, c_void};
@@ -26,11 +26,11 @@ type RegisterFn = unsafe extern "C" fn(Handler, Handler, Handler, *const c_void)
 
 static NEXT_REGISTER: AtomicUsize = AtomicUsize::new(0);
 
-/// Registers our handlers of forks, once; before those of any library that registers through [`__register_atfork`].
+/// Registers the fork handlers of this library, once; before those of any library that registers through [`__register_atfork`].
 ///
-/// Handlers that prepare a fork run from the last to the first, the others from the first to the last. So those of libraries
-/// take their locks before we take the guard, and we free it before they free their locks: who holds such a lock and waits
-/// for the guard has it. They may map and discard in their handlers as ever.
+/// Handlers that prepare a fork run from the last to the first, the others from the first to the last. So libraries take their locks
+/// before the mapping lock is taken here, and it is freed before they free theirs: a thread that holds such a lock and waits for
+/// the mapping lock gets it. Their handlers may map and discard as ever.
 pub(super) fn register_first() -> Option<RegisterFn> {
     static DONE: AtomicBool = AtomicBool::new(false);
     let register = match next(&NEXT_REGISTER, c"__register_atfork".as_ptr(), 0) {
@@ -82,22 +82,22 @@ extern "C" fn child_of_fork() {
     }
 }
 
-/// Readies memory for being copied, and takes the guard until [`after_fork_parent`].
+/// Readies memory for being copied, and takes the mapping lock until [`after_fork_parent`].
 ///
 /// # Errors
-/// `ENOMEM`, without the guard, if a limit of memory has no room for what the child must have; not if it is to be done
-/// `whatever_it_takes`.
-fn prepare_fork(whatever_it_takes: bool) -> Result<()> {
+/// `ENOMEM`, without the mapping lock, if a limit of memory has no room for what the child must have; not if it is to be done
+/// `ignores_limit`.
+fn prepare_fork(ignores_limit: bool) -> Result<()> {
     // No page may be in the staging area when the child's memory is copied.
-    let held = SHARED.guard.lock(me());
-    // Nor out: the child has nobody to ask. Nothing goes out while the guard is held.
-    cold::before_fork(whatever_it_takes, |addr, end| {
+    let held = SHARED.mapping_lock.lock(me());
+    // Nor may pages be evicted: the child has no daemon to ask. No page is evicted while the mapping lock is held.
+    cold::before_fork(ignores_limit, |addr, end| {
         let (end, note) = SHARED.tables(&held).table.stretch(addr, end);
         (end, note.dont_fork)
     })?;
     // A discard may be answered, and its memory not DONTFORK again yet.
     wait_served();
-    give_owed(&held);
+    apply_owed(&held);
     // Zeros that are not there yet, in place of which the child would find the slots.
     if !discarded_ranges::is_empty()
         && let Ok(maps) = Maps::open()
@@ -114,11 +114,11 @@ pub(super) fn may_fork() -> bool {
 }
 
 pub(super) fn after_fork_parent() {
-    SHARED.guard.unlock_forgotten(me());
+    SHARED.mapping_lock.unlock_forgotten(me());
 }
 
 pub(super) fn after_fork_child() {
-    SHARED.guard.unlock_forgotten(me());
+    SHARED.mapping_lock.unlock_forgotten(me());
     let _ = is_new_child();
     if begin_child(me()) {
         start_unless_away();
@@ -163,10 +163,10 @@ pub unsafe extern "C" fn fork() -> c_int {
         if !may_fork() {
             return -1;
         }
-        // The handlers, ours behind the others', do the rest: they may wait for who waits for the guard.
+        // The other handlers, which run before this library's, do the rest: they may wait for a thread that waits for the mapping lock.
         after_fork_parent();
     }
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     unsafe { call() }
 }
 
@@ -178,13 +178,13 @@ pub unsafe extern "C" fn fork() -> c_int {
 pub unsafe extern "C" fn _Fork() -> c_int {
     let Some(call) = next_fork(&NEXT_FORK, c"_Fork".as_ptr()) else { return -1 };
     if !active() {
-        // SAFETY: the program's own call.
+        // SAFETY: the program's own call with its own arguments, as its caller promised.
         return unsafe { call() };
     }
     if !may_fork() {
         return -1;
     }
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let pid = unsafe { call() };
     if pid == 0 {
         after_fork_child()
@@ -237,7 +237,7 @@ pub unsafe extern "C" fn clone(
     // SAFETY: it is the C library's `clone`; arguments that the caller did not give are passed on as they came.
     let call: CloneFn = unsafe { core::mem::transmute(found) };
     if !active() || flags & libc::CLONE_VM != 0 || stack.is_null() {
-        // SAFETY: the program's own call.
+        // SAFETY: the program's own call with its own arguments, as its caller promised.
         return unsafe { call(function, stack, flags, argument, parent_tid, tls, child_tid) };
     }
     let mut begin = Begin { function, argument };

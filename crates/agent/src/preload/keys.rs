@@ -21,7 +21,7 @@ pub unsafe extern "C" fn pkey_mprotect(addr: *mut c_void, len: usize, prot: c_in
         // SAFETY: what the kernel takes it for.
         return unsafe { mprotect(addr, len, prot) };
     }
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let call = || unsafe { syscall!(libc::SYS_pkey_mprotect, addr, len, prot, key) };
     let result = match range_of(addr, len).filter(|range| !range.is_empty() && active()) {
         // What all memory has from the start.
@@ -32,11 +32,11 @@ pub unsafe extern "C" fn pkey_mprotect(addr: *mut c_void, len: usize, prot: c_in
     returned(result.map(drop))
 }
 
-/// Makes `call`, which gives `range` a key, with the guard held. Where that fails on the way the first pages may have it.
+/// Makes `call`, which gives `range` a key, with the mapping lock held. Where that fails on the way the first pages may have it.
 fn lock(range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
     call().inspect_err(|errno| {
         if *errno != Errno(libc::EINVAL) {
-            let held = SHARED.guard.lock(me());
+            let held = SHARED.mapping_lock.lock(me());
             SHARED.tables(&held).table.change(range, |note| note.keyed = true);
             SHARED.changed();
         }
@@ -45,7 +45,7 @@ fn lock(range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
 
 /// Makes `call`, which gives `range` key 0.
 fn unlock(range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     let result = call()?;
     let table = SHARED.tables(&held).table;
     if table.knows(range) {

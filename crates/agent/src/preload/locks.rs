@@ -1,5 +1,5 @@
-//! Memory that the program locks: it is in memory then, and nobody reads it. So it comes back and is plain before it is locked,
-//! and left alone until it is unlocked.
+//! Memory that the program locks: it must be in memory, and no fault may wait for the daemon. So evicted pages return and merged ones are
+//! unshared before it is locked, and it is left alone until it is unlocked.
 
 use super::active::active;
 use super::c_library::{me, returned};
@@ -10,7 +10,7 @@ use super::unmerge::{EVERYTHING, unmerge};
 use super::without_agent::without_thread;
 use crate::address_space::maps::pool_mappings;
 use crate::cold;
-use crate::range_attributes::Note;
+use crate::range_attributes::Attributes;
 use crate::state::{ALL_LOCKED, SHARED};
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::Ordering;
@@ -33,9 +33,13 @@ fn lock(addr: *mut c_void, len: usize, call: impl Fn() -> Result<usize>) -> Resu
 }
 
 /// Makes `call` with all of `range` here and plain, as far as that can be done; `change` notes what it did there.
-pub(super) fn settle(range: Range, change: impl Fn(&mut Note), call: impl Fn() -> Result<usize>) -> Result<usize> {
+pub(super) fn settle(
+    range: Range,
+    change: impl Fn(&mut Attributes),
+    call: impl Fn() -> Result<usize>,
+) -> Result<usize> {
     let settling = || {
-        let held = SHARED.guard.lock(me());
+        let held = SHARED.mapping_lock.lock(me());
         cold::before_move(range)?;
         // What the agent did not give back. Others may be writing there: then the kernel makes the copies.
         unmerge(range)?;
@@ -46,11 +50,11 @@ pub(super) fn settle(range: Range, change: impl Fn(&mut Note), call: impl Fn() -
         }
         result
     };
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     let merged = SHARED.tables(&held).merged.may_overlap(range);
     let merged = merged && pool_mappings(range, |_, _| true).unwrap_or(true);
     drop(held);
-    // Others may be writing: the agent's thread gives it back as it heals.
+    // Other threads may be writing: the agent's thread unshares it.
     if merged { without_thread(0, range, settling) } else { settling() }
 }
 
@@ -60,7 +64,7 @@ pub(super) fn settle(range: Range, change: impl Fn(&mut Note), call: impl Fn() -
 /// As mlock(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock(addr: *mut c_void, len: usize) -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let call = || unsafe { syscall!(libc::SYS_mlock, addr, len) };
     returned(lock(addr, len, call).map(drop))
 }
@@ -71,7 +75,7 @@ pub unsafe extern "C" fn mlock(addr: *mut c_void, len: usize) -> c_int {
 /// As mlock2(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock2(addr: *mut c_void, len: usize, flags: c_uint) -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let call = || unsafe { syscall!(libc::SYS_mlock2, addr, len, flags) };
     returned(lock(addr, len, call).map(drop))
 }
@@ -82,7 +86,7 @@ pub unsafe extern "C" fn mlock2(addr: *mut c_void, len: usize, flags: c_uint) ->
 /// As munlock(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munlock(addr: *mut c_void, len: usize) -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let result = unsafe { syscall!(libc::SYS_munlock, addr, len) };
     if result.is_ok()
         && active()
@@ -102,10 +106,10 @@ pub unsafe extern "C" fn munlock(addr: *mut c_void, len: usize) -> c_int {
 pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     let call = || {
         if active() {
-            let _held = SHARED.guard.lock(me());
+            let _held = SHARED.mapping_lock.lock(me());
             unmerge(EVERYTHING)?;
         }
-        // SAFETY: the program's own call.
+        // SAFETY: the program's own call with its own arguments, as its caller promised.
         unsafe { syscall!(libc::SYS_mlockall, flags) }.inspect(|_| ALL_LOCKED.store(active(), Ordering::Release))
     };
     returned(if active() { without_thread(0, EVERYTHING, call) } else { call() }.map(drop))
@@ -117,7 +121,7 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 /// As munlockall(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munlockall() -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let result = unsafe { syscall!(libc::SYS_munlockall) };
     if result.is_ok() && active() {
         note(Range { start: 0, end: u64::MAX }, |note| note.locked = false);

@@ -8,7 +8,7 @@ use super::c_library::{fail, first, glibc, glibc_version, me, next, next_with};
 use super::unmerge::gather;
 use crate::address_space::glibc_arenas;
 use crate::cold;
-use crate::mapping_lock::Held;
+use crate::mapping_lock::MappingLockGuard;
 use crate::state::SHARED;
 use core::ffi::{c_char, c_int, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -71,8 +71,8 @@ pub unsafe extern "C" fn free(block: *mut c_void) {
         // SAFETY: passed on.
         None => unsafe { call(block) },
         Some(range) => {
-            let held = SHARED.guard.lock(me());
-            let _ = cold::voiding(range, || {
+            let held = SHARED.mapping_lock.lock(me());
+            let _ = cold::discarding(range, || {
                 // SAFETY: passed on.
                 unsafe { call(block) };
                 Ok(())
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn free(block: *mut c_void) {
 }
 
 /// `range` is no block any more.
-fn forget(held: &Held<'_>, range: Range) {
+fn forget(held: &MappingLockGuard<'_>, range: Range) {
     let table = SHARED.tables(held).table;
     if table.knows(range) {
         table.forget(range);
@@ -121,8 +121,8 @@ pub(super) fn look_at_allocator() {
     }
 }
 
-/// True if the program's blocks are the C library's and end by our `free`. An executable may bring an allocator of its own, which is
-/// found before us: then the next `free` is the C library's, and nobody calls it.
+/// Returns true if the program's blocks are the C library's and end by this `free`. An executable may bring an allocator of its own, which
+/// is found before this library: then the next `free` is the C library's, and is never called.
 fn sees_blocks() -> bool {
     let function = first(c"free");
     if function == 0 || next_free() != libc_free_of_next() {
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
         // SAFETY: passed on.
         None => unsafe { call(block, size) },
         Some(range) => {
-            let held = SHARED.guard.lock(me());
+            let held = SHARED.mapping_lock.lock(me());
             // What goes without anything left of it may be the pool's.
             let merged = size > 0 && SHARED.tables(&held).merged.may_overlap(range);
             // What is out first: gathering copies what is here.

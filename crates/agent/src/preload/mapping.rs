@@ -3,7 +3,7 @@
 //! Large private mappings that the program lets the kernel place are placed by
 //! us, in a zone of addresses that is never used twice. So an address that the
 //! program gave back through a path we do not see cannot come to life again as
-//! something else while its pages are in our hands.
+//! something else while its pages are frozen.
 
 use super::active::{active, managed_all};
 use super::c_library::{fail, me, returned};
@@ -14,8 +14,8 @@ use crate::address_space::maps::pool_mappings;
 use crate::cold;
 use crate::limits::ALL_MIN;
 use crate::limits::NOTHING;
-use crate::mapping_lock::Held;
-use crate::range_attributes::Note;
+use crate::mapping_lock::MappingLockGuard;
+use crate::range_attributes::Attributes;
 use crate::state::SHARED;
 use core::ffi::{c_int, c_void};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -59,7 +59,8 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
         && prot & libc::PROT_EXEC == 0;
     let manageable = managed_all() && plain && matches!(prot, OPEN | libc::PROT_NONE);
     // What the program opens later, it opens and ends by calls that are seen.
-    let mark = move |note: &mut Note| *if large && prot == OPEN { &mut note.seen } else { &mut note.reserved } = true;
+    let mark =
+        move |note: &mut Attributes| *if large && prot == OPEN { &mut note.seen } else { &mut note.reserved } = true;
     if addr.is_null() && large && plain && flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == 0 {
         // A wish, without MAP_FIXED_NOREPLACE, which sandboxes may not know. Where the kernel has a reason to put it elsewhere, as
         // it puts small memory, its end is seen if an interposed call makes it.
@@ -75,9 +76,9 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
         && flags & libc::MAP_FIXED_NOREPLACE != libc::MAP_FIXED_NOREPLACE
         && let Some(range) = range_of(addr, len)
     {
-        let held = SHARED.guard.lock(me());
-        let mapped = cold::voiding(range, || {
-            // SAFETY: the program's own call.
+        let held = SHARED.mapping_lock.lock(me());
+        let mapped = cold::discarding(range, || {
+            // SAFETY: the program's own call with its own arguments, as its caller promised.
             unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
         })
         .inspect_err(|_| forget_holes(&held, range))?;
@@ -94,7 +95,7 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
         }
         return Ok(mapped);
     }
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let mapped = unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }?;
     if manageable && large {
         note_mapped(mapped, len, prot == OPEN, mark);
@@ -103,7 +104,7 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
 }
 
 /// Marks what was mapped at `start`, where nothing was; memory that is `open` is listed soon.
-fn note_mapped(start: u64, len: usize, open: bool, mark: impl Fn(&mut Note)) {
+fn note_mapped(start: u64, len: usize, open: bool, mark: impl Fn(&mut Attributes)) {
     if let Some(range) = range_of(start as *mut c_void, len) {
         note(range, mark);
         if open {
@@ -113,7 +114,7 @@ fn note_mapped(start: u64, len: usize, open: bool, mark: impl Fn(&mut Note)) {
 }
 
 /// Forgets what is no mapping of `range` any more: a call that puts something there may fail when what was there is gone.
-fn forget_holes(held: &Held<'_>, range: Range) {
+fn forget_holes(held: &MappingLockGuard<'_>, range: Range) {
     let table = SHARED.tables(held).table;
     if !table.knows(range) {
         return;
@@ -129,8 +130,8 @@ fn forget_holes(held: &Held<'_>, range: Range) {
     }
 }
 
-pub(super) fn note(range: Range, change: impl Fn(&mut Note)) {
-    let held = SHARED.guard.lock(me());
+pub(super) fn note(range: Range, change: impl Fn(&mut Attributes)) {
+    let held = SHARED.mapping_lock.lock(me());
     SHARED.tables(&held).table.change(range, change);
 }
 
@@ -150,7 +151,7 @@ pub unsafe extern "C" fn mmap(
     let result = if active() {
         map(addr, len, prot, flags, fd, offset)
     } else {
-        // SAFETY: the program's own call.
+        // SAFETY: the program's own call with its own arguments, as its caller promised.
         unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
     };
     match result {
@@ -193,11 +194,11 @@ pub unsafe extern "C" fn mmap64(
 /// As munmap(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let call = || unsafe { mem::unmap(addr as u64, len as u64) };
     let Some(range) = range_of(addr, len).filter(|_| active()) else { return returned(call()) };
-    let held = SHARED.guard.lock(me());
-    let result = cold::voiding(range, call);
+    let held = SHARED.mapping_lock.lock(me());
+    let result = cold::discarding(range, call);
     if result.is_ok() {
         let table = SHARED.tables(&held).table;
         if table.knows(range) {
@@ -222,7 +223,7 @@ pub unsafe extern "C" fn mremap(
     new_addr: *mut c_void,
 ) -> *mut c_void {
     let call = || {
-        // SAFETY: the program's own call.
+        // SAFETY: the program's own call with its own arguments, as its caller promised.
         unsafe { mem::remap(addr as u64, len as u64, new_len as u64, flags, new_addr as u64) }
     };
     let ranges = || Some((range_of(addr, len)?, range_of(addr, new_len)?));
@@ -230,7 +231,7 @@ pub unsafe extern "C" fn mremap(
     let result = if active()
         && let (Some((range, resized)), Some(fixed)) = (ranges(), fixed)
     {
-        let held = SHARED.guard.lock(me());
+        let held = SHARED.mapping_lock.lock(me());
         let shrinks = new_len <= len && flags & (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
         let back = if shrinks { Ok(()) } else { cold::before_move(range) };
         let kept = Range { start: range.start, end: range.end.min(resized.end) };
@@ -249,13 +250,13 @@ pub unsafe extern "C" fn mremap(
         };
         // What the call takes away.
         let voided = if shrinks { Range { start: resized.end, end: range.end } } else { fixed };
-        let result = match gathered.and_then(|()| cold::voiding(voided, call)) {
+        let result = match gathered.and_then(|()| cold::discarding(voided, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
             Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
             Err(Errno(libc::EFAULT)) if !shrinks => match gather(kept) {
-                Ok(()) => cold::voiding(voided, call),
+                Ok(()) => cold::discarding(voided, call),
                 Err(errno @ Errno(libc::ENOMEM)) => Err(errno),
-                // Who may not look at his own memory has it from the kernel.
+                // A program that may not read its own memory gets the kernel's error.
                 Err(_) => Err(Errno(libc::EFAULT)),
             },
             other => other,
@@ -297,11 +298,11 @@ pub unsafe extern "C" fn mremap(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int {
     if !active() {
-        // SAFETY: the program's own call.
+        // SAFETY: the program's own call with its own arguments, as its caller promised.
         return returned(unsafe { mem::protect(addr as u64, len as u64, prot) });
     }
-    let held = SHARED.guard.lock(me());
-    // SAFETY: the program's own call.
+    let held = SHARED.mapping_lock.lock(me());
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let result = unsafe { mem::protect(addr as u64, len as u64, prot) };
     drop(held);
     returned(result)

@@ -1,7 +1,7 @@
 //! The preloaded form: it follows the program's own memory calls.
 //!
 //! Each function here stands before the C library's: it makes the same system
-//! call, with the guard held where mappings end, and notes what the daemon
+//! call, with the mapping lock held where mappings end, and notes what the daemon
 //! should know. Nothing allocates; errors are the kernel's own, in `errno`.
 //!
 //! The rooms that follow calls: `mapping`, `advice`, `locks`, `seals`, `keys`, `fork`, `malloc`, `without_agent`, `filters`, `credentials`,

@@ -5,8 +5,8 @@ use pagefold_os::fd::Fd;
 use pagefold_os::syscall;
 use pagefold_protocol::pinning_devices::may_pin_pages;
 
-/// True if memory is held for good, as buffers that were registered are. Where /proc is out of reach nobody can tell, and the
-/// kernel could not be asked for copies in place either: what is not given back then is nobody's to look after.
+/// Returns true if memory is pinned for good, as registered buffers are. Where /proc is out of reach that is unknown, and the kernel could
+/// not copy in place either: memory that is not unshared then has no agent.
 pub(super) fn are_registered() -> bool {
     let Ok(file) = Fd::open(c"/proc/thread-self/status", libc::O_RDONLY, 0) else { return false };
     let mut text = [0; 4 << 10];
@@ -64,6 +64,6 @@ fn kind(number: usize) -> Option<libc::mode_t> {
     let mut about = core::mem::MaybeUninit::<libc::stat>::zeroed();
     // SAFETY: the kernel fills the structure, of which zeros are a value.
     unsafe { syscall!(libc::SYS_fstat, number, about.as_mut_ptr()) }.ok()?;
-    // SAFETY: as above.
+    // SAFETY: zeroed, and filled by the kernel.
     Some(unsafe { about.assume_init() }.st_mode & libc::S_IFMT)
 }

@@ -1,5 +1,5 @@
-//! What a program sees of its threads. Who must be alone counts the links of `/proc/self/task`, as the processes do in which
-//! Chromium starts its sandboxes, or reads `/proc/self/stat`, as Python does at a fork; the agent's threads are none of the program's.
+//! What a program sees of its threads. A program that must have one thread counts the links of `/proc/self/task`, as the processes do in
+//! which Chromium starts its sandboxes, or reads `/proc/self/stat`, as Python does at a fork. The agent's threads are not shown.
 
 use super::active::active;
 use super::c_library::{fail, next, returned};
@@ -28,7 +28,7 @@ unsafe fn stat_by(call: impl Fn() -> c_int, dir: c_int, path: *const c_char, to:
         if told != 0 || ours == 0 || path.is_null() || !active() || !is_own_process() {
             return told;
         }
-        // SAFETY: who answered has read the name.
+        // SAFETY: the kernel has read the name, so it is a valid string.
         if !unsafe { is_task_directory(dir, CStr::from_ptr(path), &*to) } {
             return told;
         }
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn fopen(path: *const c_char, mode: *const c_char) -> *mut
         return file;
     }
     core::mem::forget(text);
-    // SAFETY: nobody has it but us.
+    // SAFETY: the stream was made here, and has no other user.
     unsafe { libc::fclose(file) };
     told
 }
@@ -126,8 +126,8 @@ pub unsafe extern "C" fn fopen64(path: *const c_char, mode: *const c_char) -> *m
     unsafe { fopen(path, mode) }
 }
 
-/// True if the program may write a short file: who comes to the end of what he may write is ended by a signal. By a file, as other calls
-/// may be forbidden.
+/// Returns true if the program may write a short file: a signal ends a program that exceeds its limit of file size. By a file, because other
+/// calls may be forbidden.
 fn may_write() -> bool {
     let mut text = [0u8; 512];
     let read = Fd::open(c"/proc/self/limits", libc::O_RDONLY, 0).and_then(|file| file.read(&mut text));
@@ -156,7 +156,7 @@ fn own_stat() -> Option<Fd> {
     let file = memfd::create(c"stat", 0).ok()?;
     let mut at = 0;
     for part in [&text[..start], &digits[first..], &text[start + field.len()..]] {
-        // By calls that a filter allows under which the agent stays; who reads begins at the start.
+        // By calls that a filter allows under which the agent stays; the reader begins at the start.
         // SAFETY: the kernel reads the part.
         let wrote = unsafe { syscall!(libc::SYS_pwrite64, file.raw(), part.as_ptr(), part.len(), at) };
         (wrote == Ok(part.len())).then_some(())?;
@@ -189,7 +189,7 @@ macro_rules! stats {
             pub unsafe extern "C" fn $name($($arg: $kind),*) -> c_int {
                 let call = || match cache::$name.load(Ordering::Acquire) {
                     // A name of another version of the C library, or nothing is looked up yet.
-                    // SAFETY: the program's own call.
+                    // SAFETY: the program's own call with its own arguments, as its caller promised.
                     0 => returned(unsafe { syscall!(libc::SYS_newfstatat, $dir, $path, $to, $flags) }.map(drop)),
                     // SAFETY: as above, by a function of this name, which has this type.
                     found => unsafe {

@@ -14,7 +14,7 @@ use pagefold_os::syscall;
 /// As mseal(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mseal(addr: *mut c_void, len: usize, flags: c_ulong) -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let call = || unsafe { syscall!(libc::SYS_mseal, addr, len, flags) };
     let result = match range_of(addr, len).filter(|range| !range.is_empty() && active()) {
         Some(range) => settle(range, |note| note.sealed = true, call),

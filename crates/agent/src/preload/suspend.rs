@@ -1,8 +1,8 @@
-//! Sends the agent away and has it back.
+//! Suspends the agent and resumes it.
 //!
-//! One thread at a time: it has [`AWAY`] from before the agent is asked to leave until that is back, and waits for the agent,
-//! which may wait for the guard. So nobody waits for either who holds the guard, nor a signal handler whose frame does
-//! ([`is_in_the_way`]). Who wants an agent meanwhile says so and does not wait.
+//! One thread at a time: it holds [`AWAY`] from before it asks the agent to leave until the agent is back. It waits for the agent, which
+//! may wait for the mapping lock. So a holder of the mapping lock waits for neither, nor does a signal handler that interrupted such
+//! a holder ([`is_in_the_way`]). A thread that wants an agent meanwhile leaves a note and does not wait.
 
 use super::c_library::me;
 use super::pins;
@@ -11,21 +11,21 @@ use crate::address_space::maps::pool_mappings;
 use crate::cold;
 use crate::limits::NOTHING;
 use crate::live::{ask_to_leave_giving_back, start, stop_giving_back};
-use crate::mapping_lock::{Guard, Held};
+use crate::mapping_lock::{MappingLock, MappingLockGuard};
 use crate::process::is_own_process;
 use crate::state::{MAY_START, SHARED};
 use core::sync::atomic::{AtomicBool, Ordering};
 use pagefold_os::Range;
 
-/// Held by the thread that sends the agent away, until that is back: two at a time would each take the other's agent for its
-/// own. It is taken before the guard, never by who holds that: the agent may be waiting for the guard.
-pub(super) static AWAY: Guard = Guard::new();
+/// Held by the thread that suspends the agent, until the agent is back: two threads at a time would each take the other's agent for their
+/// own. It is taken before the mapping lock, never by a holder of that: the agent may be waiting for it.
+pub(super) static AWAY: MappingLock = MappingLock::new();
 
-/// Somebody wants an agent to start that could not take [`AWAY`].
+/// A thread that could not take [`AWAY`] wants an agent to start.
 pub(super) static START: AtomicBool = AtomicBool::new(false);
 
-/// Has [`AWAY`]. Starts the agent in the end if somebody wanted it meanwhile.
-pub(super) struct Away(Option<Held<'static>>);
+/// Holds [`AWAY`]. Starts the agent in the end if a thread wanted it meanwhile.
+pub(super) struct Away(Option<MappingLockGuard<'static>>);
 
 impl Away {
     pub(super) fn take() -> Away {
@@ -34,7 +34,7 @@ impl Away {
 
     /// True if this is a handler, which interrupted a frame that has it.
     pub(super) fn is_nested(&self) -> bool {
-        self.0.as_ref().is_some_and(Held::is_nested)
+        self.0.as_ref().is_some_and(MappingLockGuard::is_nested)
     }
 }
 
@@ -47,13 +47,13 @@ impl Drop for Away {
     }
 }
 
-/// True if this is a handler, which interrupted a frame that the agent, or who waits for that, may be waiting for: who waited
-/// for the agent here would wait for ever.
+/// Returns true inside a signal handler that interrupted a frame holding the mapping lock or [`AWAY`]. Such a handler must not wait for
+/// the agent: the agent may itself be waiting for that lock, and both would deadlock.
 pub(super) fn is_in_the_way() -> bool {
-    SHARED.guard.is_held_by(me()) || AWAY.is_held_by(me())
+    SHARED.mapping_lock.is_held_by(me()) || AWAY.is_held_by(me())
 }
 
-/// Starts the agent, now or when whoever has sent it away has made his call. Never waits.
+/// Starts the agent, now, or when the thread that suspends it has made its call. Never waits.
 pub(super) fn start_unless_away() {
     // Else it would end with a child that is another program soon.
     if !is_own_process() {
@@ -66,7 +66,7 @@ pub(super) fn start_unless_away() {
                 START.store(false, Ordering::SeqCst);
                 start();
             }
-            // Who holds it looks once more when it has let go.
+            // The holder looks once more after it has freed it.
             _ => return,
         }
     }
@@ -80,9 +80,9 @@ pub(super) fn wanted() {
     SHARED.changed();
 }
 
-/// What an agent that leaves with all, perhaps for good, gives back. Where devices may be reading into memory the frames stay, so
-/// that is made the program's own where it is, by the kernel. Behind a filter nobody may be able to look after what is the pool's
-/// still, so then it stays only for buffers that are registered.
+/// What an agent unshares that leaves with everything, perhaps for good. Where devices may be reading into memory the frames must stay, so
+/// the kernel makes that memory private in place. After a filter there may be no agent for what is still the pool's, so then it
+/// stays only for registered buffers.
 fn all_but_pinned(for_good: bool) -> Range {
     let held = || if for_good { pins::are_registered() } else { pins::may_be_there() };
     if has_merged() && held() { NOTHING } else { EVERYTHING }
@@ -103,11 +103,11 @@ pub(super) fn leave_with_all(final_phase: u32) {
         return;
     }
     if has_merged() {
-        // Nobody else can give back what is merged.
+        // Only the agent can unshare merged memory.
         start();
     }
     stop_giving_back(all_but_pinned(final_phase == 3), final_phase);
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     if SHARED.tables(&held).merged.is_empty() {
         return;
     }
@@ -122,7 +122,7 @@ pub(super) fn leave_with_all(final_phase: u32) {
 pub(super) fn leave_for_good() {
     if is_own_process() && is_in_the_way() {
         // It is asked for, and does not come back.
-        cold::stand_by();
+        cold::start_standby();
         MAY_START.store(false, Ordering::Release);
         return ask_to_leave(true);
     }

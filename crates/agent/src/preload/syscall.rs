@@ -40,7 +40,7 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
             _ => {}
         }
     }
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     match unsafe { syscall!(libc::SYS_prctl, option, a, b, c, d) } {
         Ok(value) => {
             if active() {
@@ -70,41 +70,41 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             }
             // SAFETY: the same call by its C name.
             libc::SYS_madvise => return c_long::from(unsafe { madvise(a as *mut _, b, c as c_int) }),
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_munmap => return c_long::from(unsafe { munmap(a as *mut _, b) }),
             libc::SYS_mmap => {
-                // SAFETY: as above.
+                // SAFETY: the same call by its C name, with the program's own arguments.
                 return unsafe { mmap(a as *mut _, b, c as c_int, d as c_int, e as c_int, f as i64) } as c_long;
             }
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_mremap => return unsafe { mremap(a as *mut _, b, c, d as c_int, e as *mut _) } as c_long,
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_mprotect => return c_long::from(unsafe { mprotect(a as *mut _, b, c as c_int) }),
             libc::SYS_pkey_mprotect => {
-                // SAFETY: as above.
+                // SAFETY: the same call by its C name, with the program's own arguments.
                 return c_long::from(unsafe { keys::pkey_mprotect(a as *mut _, b, c as c_int, d as c_int) });
             }
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_prctl => return c_long::from(unsafe { prctl(a as c_int, b, c, d, e) }),
             libc::SYS_ioctl => {
-                // SAFETY: as above.
+                // SAFETY: the same call by its C name, with the program's own arguments.
                 return c_long::from(unsafe { kernels_ioctl(a as c_int, b as c_ulong, c as *mut c_void) });
             }
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_mlock => return c_long::from(unsafe { locks::mlock(a as *mut _, b) }),
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_mlock2 => return c_long::from(unsafe { locks::mlock2(a as *mut _, b, c as core::ffi::c_uint) }),
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_munlock => return c_long::from(unsafe { locks::munlock(a as *mut _, b) }),
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_mlockall => return c_long::from(unsafe { locks::mlockall(a as c_int) }),
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_munlockall => return c_long::from(unsafe { locks::munlockall() }),
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_mseal => return c_long::from(unsafe { seals::mseal(a as *mut _, b, c as c_ulong) }),
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_unshare => return c_long::from(unsafe { unshare(a as c_int) }),
-            // SAFETY: as above.
+            // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_setns => return c_long::from(unsafe { setns(a as c_int, b as c_int) }),
             _ => {}
         }
@@ -113,7 +113,7 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
     if forks && active() && !may_fork() {
         return -1;
     }
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let result = unsafe { syscall!(number, a, b, c, d, e, f) };
     if forks && active() {
         if result == Ok(0) { after_fork_child() } else { after_fork_parent() }

@@ -1,8 +1,9 @@
-//! Makes memory plain that is shown from the pool, by a thread of the program's.
+//! Makes merged memory private, by a thread of the program.
 //!
-//! Two ways, and a hazard each. The kernel copies where the program may write (`populate`): no write of another thread is lost,
-//! but the mapping stays the pool's. Bytes are copied to one plain mapping (`gather`): a write of another thread meanwhile is lost,
-//! and a device that reads into the page is left behind. Who calls knows which it may be; the guard is held.
+//! There are two ways, with a hazard each. The kernel copies where the program may write (`populate`): no write of another thread is lost,
+//! but the mapping stays the pool's. Bytes are copied to one anonymous mapping (`gather`): a write of another thread meanwhile is
+//! lost, and a device that reads into the page is left with the old one. The caller knows which way is safe, and holds the mapping
+//! lock.
 
 use super::c_library::me;
 use super::pins;
@@ -18,26 +19,26 @@ use pagefold_os::{PAGE_SIZE, Range, mem};
 
 pub(super) const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
 
-/// Makes every page that is shown from the pool in `range` the program's own. The guard is held.
+/// Makes every page that is shown from the pool in `range` the program's own. The mapping lock is held.
 ///
-/// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the
-/// daemon makes such pages plain memory later. Elsewhere nobody can be writing but devices, and the bytes are copied.
+/// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the daemon has such
+/// pages unshared later. Elsewhere only devices can be writing, and the bytes are copied.
 pub(super) fn unmerge(range: Range) -> Result<()> {
     for_each_merged(range, |part, prot| match prot & libc::PROT_WRITE {
-        // A copy would leave behind who still reads into the page.
+        // A copy would leave a device that still reads into the page with the old one.
         0 if pins::are_registered() => Ok(()),
         0 => gather(part),
         _ => populate(part),
     })
 }
 
-/// Makes `range`, if part of it is or was shown from the pool, one plain private mapping with the same bytes, rights and
-/// attributes, as it would be had nothing been merged: calls that take one mapping only will take it. The guard is held.
+/// Makes `range`, if part of it is or was shown from the pool, one anonymous private mapping with the same bytes, rights and attributes, as
+/// it would be without merging: calls that take one mapping only will take it. The mapping lock is held.
 ///
-/// Calls that need this are about memory that nobody else may be writing to at the same time.
+/// Calls that need this are about memory to which no other thread may be writing at the same time.
 ///
 /// # Errors
-/// `ENOMEM` if there is no memory for it, or a device may have pages of it for good; then nothing has changed.
+/// `ENOMEM` if there is no memory for it, or a device may have pinned pages of it for good; then nothing has changed.
 pub(super) fn gather(range: Range) -> Result<()> {
     gather_unless(range, pins::are_registered)
 }
@@ -82,7 +83,7 @@ fn gather_unless(range: Range, pinned: impl Fn() -> bool) -> Result<()> {
             let _ = protect(rights);
         }
     })?;
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     keep_attributes(range, SHARED.tables(&held).table, true);
     Ok(())
 }
@@ -121,16 +122,16 @@ pub(super) fn gather_each(range: Range) -> Result<()> {
     for_each_merged(range, |part, _| gather(part))
 }
 
-/// As [`gather`] for each pool mapping in `range`, whose bytes are about to end: so they do for devices.
+/// As [`gather`] for each pool mapping in `range`. Its bytes are about to end, and so they are for devices.
 pub(super) fn gather_ending(range: Range) -> Result<()> {
     for_each_merged(range, |part, _| gather_unless(part, || false))
 }
 
-/// Calls `act` with each pool mapping in `range` and its rights; what failed first is the result. The guard is held.
+/// Calls `act` with each pool mapping in `range` and its rights; what failed first is the result. The mapping lock is held.
 fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Result<()> {
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     if !SHARED.tables(&held).merged.may_overlap(range) {
-        // So nobody has to see the mappings, which may be out of reach.
+        // So the mappings, which may be out of reach, need not be read.
         return Ok(());
     }
     let mut failed = None;
@@ -141,7 +142,7 @@ fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Re
     failed.map_or(Ok(()), Err)
 }
 
-/// Makes what is merged in `range` plain where nobody can write to it just now, so that a copy loses nothing. The guard is
+/// Makes what is merged in `range` private where no thread can write to it just now, so that a copy loses nothing. The mapping lock is
 /// held.
 ///
 /// # Errors
@@ -150,15 +151,15 @@ pub(super) fn gather_unwritable(range: Range, refused: i32) -> Result<()> {
     for_each_merged(range, |part, prot| if prot & libc::PROT_WRITE != 0 { Err(Errno(refused)) } else { gather(part) })
 }
 
-/// Makes all that is still shown from the pool the program's own; nobody else may be writing to it.
+/// Makes everything that is still shown from the pool the program's own; no other thread may be writing to it.
 pub(super) fn gather_everything() {
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     if !SHARED.tables(&held).merged.is_empty() && for_each_merged(EVERYTHING, |part, _| gather(part)).is_ok() {
         SHARED.tables(&held).merged.clear();
     }
 }
 
 pub(super) fn has_merged() -> bool {
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     !SHARED.tables(&held).merged.is_empty()
 }

@@ -27,19 +27,19 @@ type IoctlFn = unsafe extern "C" fn(c_int, c_ulong, ...) -> c_int;
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let next = NEXT_IOCTL.load(Ordering::Acquire);
     if next == 0 || matches!(request as u32, uffd::REGISTER | uffd::UNREGISTER) {
-        // SAFETY: the program's own call.
+        // SAFETY: the program's own call with its own arguments, as its caller promised.
         return unsafe { kernels_ioctl(fd, request, argument) };
     }
     // SAFETY: the C library's function of this name has this type; the program's own call.
     unsafe { core::mem::transmute::<usize, IoctlFn>(next)(fd, request, argument) }
 }
 
-/// As [`ioctl`], for who asks the kernel past all libraries, as those do that play a device.
+/// As [`ioctl`], for callers that go to the kernel past all libraries, as those do that emulate a device.
 ///
 /// # Safety
 /// As ioctl(2).
 pub(super) unsafe fn kernels_ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     let call = || unsafe { syscall!(libc::SYS_ioctl, fd, request, argument) };
     let result = match request as u32 {
         uffd::REGISTER if active() => register(fd, argument, call),
@@ -79,8 +79,8 @@ fn register(fd: c_int, argument: *mut c_void, call: impl Fn() -> Result<usize>) 
         let range = range_at(argument);
         // All that is watched is let go for a moment, and what is out comes back.
         result = without_thread(libc::EBUSY, range, || {
-            let held = SHARED.guard.lock(me());
-            // What nobody can write to just now may be copied. Else who knows when pages are missing would be shown a file's.
+            let held = SHARED.mapping_lock.lock(me());
+            // Memory to which no thread can write just now may be copied. Otherwise a program that tracks missing pages would be shown a file's.
             gather_unwritable(range, libc::EBUSY).map_err(|_| Errno(libc::EBUSY))?;
             let result = call();
             if result.is_ok() {
@@ -93,7 +93,7 @@ fn register(fd: c_int, argument: *mut c_void, call: impl Fn() -> Result<usize>) 
 }
 
 fn shows_pool(range: Range) -> bool {
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     SHARED.tables(&held).merged.may_overlap(range) && pool_mappings(range, |_, _| true).unwrap_or(true)
 }
 
@@ -105,7 +105,7 @@ fn range_at(argument: *mut c_void) -> Range {
 }
 
 fn track(range: Range, tracked: bool) {
-    let held = SHARED.guard.lock(me());
+    let held = SHARED.mapping_lock.lock(me());
     SHARED.tables(&held).table.change(range, |note| note.tracked = tracked);
     drop(held);
     SHARED.changed();

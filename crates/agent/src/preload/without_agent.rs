@@ -1,7 +1,7 @@
-//! Calls that fail while the agent's thread is there: they are made again with it gone.
+//! Calls that fail while the agent's thread is there: they are made again without it.
 //!
-//! What is shown from the pool, where the call is about that, is plain memory meanwhile, and what is out comes back, if a limit
-//! of memory has room for it. Nothing of that is done for who holds the guard: the agent may wait for it.
+//! Merged memory that the call is about is private meanwhile, and evicted pages return, if a limit of memory has room for them. None of
+//! that is done for a holder of the mapping lock: the agent may wait for it.
 
 use super::active::active;
 use super::c_library::{me, returned};
@@ -30,8 +30,8 @@ const BUSY_TRIES: u32 = 2000;
 /// Makes `call` with the agent's thread gone, which may have been why it fails with `errno`, and what `range` shows from the
 /// pool plain memory. Nothing is done (`ENOMEM`) where a limit of memory has no room for all that is out.
 pub(super) fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
-    // Waiting for the agent, which may wait for the guard, would be for ever.
-    if !active() || !is_own_process() || SHARED.guard.is_held_by(me()) {
+    // Waiting for the agent, which may wait for the mapping lock, would be for ever.
+    if !active() || !is_own_process() || SHARED.mapping_lock.is_held_by(me()) {
         return call();
     }
     let away = Away::take();
@@ -39,7 +39,7 @@ pub(super) fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result
         return call();
     }
     if !range.is_empty() && SHARED.phase.load(Ordering::Acquire) == 0 {
-        // Nobody else can give back what is merged.
+        // Only the agent can unshare merged memory.
         start();
     }
     let mut ran = SHARED.phase.load(Ordering::Acquire) == 1;
@@ -55,7 +55,7 @@ pub(super) fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result
     let [one, other] = [&LEASE_THREAD, &FAULT_IN_THREAD];
     let paths = [SHARED.thread.path(b"", first), one.path(b"", second), other.path(b"", third)];
     if ran {
-        let held = SHARED.guard.lock(me());
+        let held = SHARED.mapping_lock.lock(me());
         cold::before_leaving()?;
         drop(held);
         // Where the call needs plain memory it is refused only for what is held for good: a device that has a page for a moment
@@ -91,8 +91,8 @@ fn alone(call: impl Fn() -> Result<usize>) -> c_int {
         Err(Errno(libc::EINVAL)) if active() => {
             let result = without_thread(libc::EINVAL, NOTHING, call);
             if result.is_ok() && is_own_process() && SHARED.phase.load(Ordering::Acquire) == 0 {
-                // No thread can be made here any more, as before the first child of a new namespace of processes. The caller is
-                // the only one, so nobody is writing.
+                // No thread can be made here any more, as before the first child of a new namespace of processes. The caller is the only thread, so
+                // no other one is writing.
                 gather_everything();
             }
             result
@@ -108,7 +108,7 @@ fn alone(call: impl Fn() -> Result<usize>) -> c_int {
 /// As unshare(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn unshare(flags: c_int) -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     alone(|| unsafe { syscall!(libc::SYS_unshare, flags) })
 }
 
@@ -118,6 +118,6 @@ pub unsafe extern "C" fn unshare(flags: c_int) -> c_int {
 /// As setns(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn setns(fd: c_int, kind: c_int) -> c_int {
-    // SAFETY: the program's own call.
+    // SAFETY: the program's own call with its own arguments, as its caller promised.
     alone(|| unsafe { syscall!(libc::SYS_setns, fd, kind) })
 }

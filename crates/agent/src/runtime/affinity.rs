@@ -1,7 +1,7 @@
-//! Where the agent's thread runs: beside the daemon's worker while that asks, if it may.
+//! The processor on which the agent's thread runs: that of the daemon's worker while it sends requests, if the program allows it.
 //!
-//! Worker and agent take turns, so each has the other's processor. Only for as long as there is somebody to follow: threads
-//! that ours starts inherit where it may run, and so would its next connection.
+//! Worker and agent take turns, so they can share a processor. The agent returns to its own set when the connection ends: threads that
+//! it starts inherit the set, and so would its next connection.
 
 use crate::state::MAY_FOLLOW;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,17 +15,17 @@ static HOME: [AtomicU64; Cpus::WORDS] = [const { AtomicU64::new(0) }; Cpus::WORD
 
 /// The place of the agent's thread.
 #[derive(Debug)]
-pub(crate) struct Seat {
+pub(crate) struct Affinity {
     /// Where it may run.
     home: Cpus,
     /// Where it was called to, out of these.
     at: Option<u64>,
 }
 
-impl Seat {
-    /// That of the calling thread, which nobody has called.
-    pub(crate) fn home() -> Seat {
-        Seat { home: Cpus::of_thread().unwrap_or(Cpus::NONE), at: None }
+impl Affinity {
+    /// The set of the calling thread, which follows no worker yet.
+    pub(crate) fn current() -> Affinity {
+        Affinity { home: Cpus::of_thread().unwrap_or(Cpus::NONE), at: None }
     }
 
     /// Has the calling thread run on `cpu`, if it may.
@@ -34,8 +34,8 @@ impl Seat {
             return;
         }
         if !self.is_ours() {
-            // Whoever has said meanwhile where it may run means it.
-            *self = Seat::home();
+            // A set that something else chose meanwhile is respected.
+            *self = Affinity::current();
         }
         if let Some(one) = Cpus::one(cpu).filter(|_| self.home.contains(cpu))
             && choose(&one, &self.home)
@@ -118,9 +118,9 @@ mod tests {
     }
 
     #[test]
-    fn who_follows_nobody_any_more_runs_anywhere() {
+    fn an_agent_that_stops_following_runs_on_its_own_set() {
         with_two(|all, [first, second]| {
-            let mut seat = Seat::home();
+            let mut seat = Affinity::current();
             for cpu in [first, second, second, first] {
                 seat.follow(cpu);
                 assert_eq!(Some(now()), Cpus::one(cpu));
@@ -130,16 +130,16 @@ mod tests {
             seat.leave();
             assert_eq!(now(), all);
             // As the next connection finds it.
-            let mut seat = Seat::home();
+            let mut seat = Affinity::current();
             seat.follow(second);
             assert_eq!(Some(now()), Cpus::one(second));
         });
     }
 
     #[test]
-    fn what_somebody_else_says_of_the_thread_stands() {
+    fn a_set_chosen_by_another_thread_stands() {
         with_two(|_, [first, second]| {
-            let mut seat = Seat::home();
+            let mut seat = Affinity::current();
             seat.follow(first);
             let there = Cpus::one(second).expect("a processor");
             there.bind_thread().expect("allowed");
@@ -152,9 +152,9 @@ mod tests {
     }
 
     #[test]
-    fn whom_a_filter_forbids_to_choose_runs_anywhere() {
+    fn an_agent_forbidden_to_choose_runs_on_its_own_set() {
         with_two(|all, [first, second]| {
-            let mut seat = Seat::home();
+            let mut seat = Affinity::current();
             seat.follow(first);
             let thread = pagefold_os::sched::thread();
             std::thread::scope(|scope| _ = scope.spawn(move || forbid(thread)));

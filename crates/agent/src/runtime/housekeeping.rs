@@ -11,7 +11,7 @@ const LOOKS_NS: u64 = 500_000_000;
 
 /// Ends the calling thread of ours if the program's first thread has ended, and none but ours live on: the process must not
 /// live on for us.
-pub(crate) fn leave_if_alone() {
+pub(crate) fn exit_if_alone() {
     let Ok(file) = Fd::open(c"/proc/self/stat", libc::O_RDONLY, 0) else { return };
     let mut text = [0u8; 512];
     let Ok(got) = file.read(&mut text) else { return };
@@ -24,14 +24,14 @@ pub(crate) fn leave_if_alone() {
 
 /// What our threads do now and then, since `looked`: end if they are the last ones, and take back what the program tracked by
 /// a userfaultfd that is closed by now. `probe` is a descriptor of ours. False if it is too early for that.
-pub(crate) fn look_around(looked: &mut u64, me: usize, probe: Option<&Uffd>) -> bool {
+pub(crate) fn housekeep(looked: &mut u64, me: usize, probe: Option<&Uffd>) -> bool {
     let now = sched::monotonic_ns();
     if now - *looked < LOOKS_NS {
         return false;
     }
     *looked = now;
-    leave_if_alone();
-    let (Some(held), Some(probe)) = (SHARED.guard.try_lock(me), probe) else { return true };
+    exit_if_alone();
+    let (Some(held), Some(probe)) = (SHARED.mapping_lock.try_lock(me), probe) else { return true };
     let table = SHARED.tables(&held).table;
     let mut from = 0;
     while let Some(range) = table.first_tracked(from) {

@@ -27,7 +27,7 @@ pub(crate) const TASK_PATH_LEN: usize = 48;
 
 /// Lets others run.
 pub(crate) fn yield_now() {
-    // SAFETY: takes nothing.
+    // SAFETY: the call takes no arguments.
     let _ = unsafe { syscall!(libc::SYS_sched_yield) };
 }
 
@@ -122,7 +122,7 @@ impl Thread {
 fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" fn() -> !) -> isize {
     let result: isize;
     // SAFETY: the new thread starts on its own, aligned stack with rax = 0 and calls `main`, which never returns; the
-    // parent goes on after the block. The stack is nobody else's until the kernel has cleared `word`.
+    // parent goes on after the block. No other thread uses the stack until the kernel has cleared `word`.
     unsafe {
         core::arch::asm!(
             "syscall",
@@ -169,7 +169,7 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" f
 /// answer by a flush that may wait. The kernel makes none of the descriptors from 64 on; the lowest it copies, and closes at once.
 #[must_use]
 pub(crate) fn begin_thread(name: &CStr) -> bool {
-    // SAFETY: numbers only. The table is new, and empty when the call is done, or it fails.
+    // SAFETY: the call takes numbers only. The table is new, and empty when the call is done, or it fails.
     let apart = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, libc::CLOSE_RANGE_UNSHARE) };
     // SAFETY: names the thread.
     let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, name.as_ptr()) };

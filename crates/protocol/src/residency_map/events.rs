@@ -1,6 +1,6 @@
 //! Events of the client's userfaultfd that change the map, and pages that are lost.
 //!
-//! A page whose content is gone is poisoned: an access raises SIGBUS, and never reads other bytes. The agent poisons what is
+//! A page that has lost its content is poisoned: an access raises SIGBUS, and never reads other bytes. The agent poisons what is
 //! evicted once neither daemon nor keeper can be reached; the daemon does so when it finds that the tier is gone.
 
 use super::{DISCARDED, EVICTED, FROZEN, RESIDENT, ResidencyMap};
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
     use pagefold_os::{fd, mem, uffd};
 
-    /// A child made by a raw fork, whose events no daemon reads.
+    /// A child made by a raw fork; no daemon reads its events.
     #[test]
     fn a_child_loses_what_its_parent_lacks() {
         let features = uffd::FEATURE_EVENT_FORK | uffd::FEATURE_POISON;

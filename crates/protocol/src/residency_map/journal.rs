@@ -49,7 +49,7 @@ impl Head {
         (Range { start, end: end & !DISCARD_DONE }, end & DISCARD_DONE != 0)
     }
 
-    /// Daemon, with the owner lock: begins to enter an mremap(2) from `from` to `to`, whose target has no states any more if
+    /// Daemon, with the owner lock: begins to enter an mremap(2) from `from` to `to`. The target has no states any more if
     /// `is_cleared`. A successor finishes it if this daemon dies.
     pub fn begin_move(&self, from: Range, to: u64, is_cleared: bool) {
         self.move_start.store(from.start, Ordering::SeqCst);

@@ -109,7 +109,7 @@ pub struct Head {
     /// Pages that a raw mremap(2) moved while they were evicted, and that are not at their new address yet: no state shows
     /// them.
     pub moving_pages: AtomicU32,
-    /// An mremap(2) whose effect the daemon is entering; see [`Head::begun_move`].
+    /// An mremap(2) that the daemon is entering; see [`Head::begun_move`].
     move_start: AtomicU64,
     /// Its end, 0 if there is none.
     move_end: AtomicU64,
@@ -126,7 +126,7 @@ pub struct ResidencyMap {
 }
 
 impl ResidencyMap {
-    /// The map whose file is mapped at `base`.
+    /// The map in the file that is mapped at `base`.
     ///
     /// # Safety
     /// [`FILE_BYTES`] bytes of a file that cannot shrink are mapped there, readable and writable, as long as the value and
@@ -286,7 +286,7 @@ impl ResidencyMap {
         self.find(addr).map_or(RESIDENT, |index| self.states(index)[page].load(Ordering::Acquire))
     }
 
-    /// Sets the state of the page at `addr`, whose chunk is in the map, and counts; the caller holds the owner lock.
+    /// Sets the state of the page at `addr`, if the map has its chunk, and counts; the caller holds the owner lock.
     /// Returns the state before.
     pub fn set_state(&self, addr: u64, state: u8) -> u8 {
         let Some(index) = self.find(addr) else { return RESIDENT };
@@ -386,7 +386,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_chunk_that_enters_has_lost_what_it_lost_before() {
+    fn an_added_chunk_keeps_its_last_discard() {
         with_map(|map| {
             let chunk = |n: u64| Range { start: n * CHUNK_BYTES + 4096, end: n * CHUNK_BYTES + 8192 };
             map.note_discard(chunk(7), 100);
@@ -428,7 +428,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn chunks_of_which_nothing_is_out_make_room() {
+    fn idle_chunks_are_replaced() {
         for out_max in [CHUNKS / 3, CHUNKS * 9 / 10] {
             make_room(out_max);
         }
@@ -471,7 +471,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_chunk_that_made_room_has_lost_what_it_lost() {
+    fn a_replaced_chunk_keeps_its_last_discard() {
         with_map(|map| {
             let one = |chunk: u64| Range { start: chunk * CHUNK_BYTES, end: chunk * CHUNK_BYTES + 4096 };
             assert!(map.add_range(one(DISCARD_SLOTS as u64), |_| true));

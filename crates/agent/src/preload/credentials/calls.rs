@@ -34,7 +34,7 @@ macro_rules! followed {
                 }
                 // SAFETY: the C library's function of this name has this type.
                 let call = unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> c_int>(found) };
-                // SAFETY: the program's own call.
+                // SAFETY: the program's own call with its own arguments, as its caller promised.
                 let result = unsafe { call($($argument),*) };
                 if result == 0 && active() {
                     follow();

@@ -1,0 +1,348 @@
+//! A freeze: a span of pages that the agent has taken away from the program, until each is mapped from the pool or back.
+//!
+//! [`Agent::freeze`] takes the mapping lock, leaves the end of the heap and what the program excludes alone, and registers the
+//! span for missing pages, so that a thread that touches an absent page waits. [`remap`](super::remap) and
+//! [`remap_huge`](super::remap_huge) then move the pages away, compare them, and map or return them. [`Freeze::end`] wakes the
+//! waiting threads and releases the lock.
+
+use super::session::{Agent, PAGE};
+use crate::address_space::anonymous::watch_anonymous;
+use crate::address_space::discarded_ranges;
+use crate::address_space::heap::WatchedEnd;
+use crate::address_space::prefault;
+use crate::limits::{HUGE_PAGES, MOVE_TRIES};
+use crate::mapping_lock::MappingLockGuard;
+use crate::runtime::thread::yield_now;
+use crate::state::SHARED;
+use core::sync::atomic::Ordering;
+use pagefold_os::page::is_zero;
+use pagefold_os::pagemap::{self, Query};
+use pagefold_os::raw::Errno;
+use pagefold_os::uffd;
+use pagefold_os::{Page, Range, mem, sched};
+use pagefold_protocol::message::{Outcome, PIECE_ZERO, Piece, RefusalReason};
+use pagefold_protocol::wait_histogram;
+
+/// A span of frozen pages; the mapping lock is held. It must be ended by [`end`](Self::end).
+pub(super) struct Freeze<'a> {
+    pub(super) agent: &'a Agent,
+    pub(super) span: Range,
+    /// Where the frozen pages wait.
+    pub(super) staging: u64,
+    /// End of what is mapped from the pool so far; 0 if nothing is.
+    pub(super) mapped_end: u64,
+    /// Pages of the span that the program has discarded since.
+    pub(super) discarded: [bool; HUGE_PAGES],
+    /// The watched end of the heap, if the span is below it.
+    heap: Option<WatchedEnd>,
+    began_ns: u64,
+    /// The duration is counted already.
+    is_noted: bool,
+    _held: MappingLockGuard<'static>,
+}
+
+impl Agent {
+    /// Begins to freeze `span`; its pages will wait from `staging` on. `None` if the span must be left alone, or cannot be
+    /// registered.
+    pub(super) fn freeze(&self, span: Range, staging: u64) -> Option<Freeze<'_>> {
+        let held = self.lock_mappings();
+        if self.is_excluded(span) {
+            return None;
+        }
+        let heap = self.heap.watch_end(span, &self.watch).ok()?;
+        let began_ns = sched::monotonic_ns();
+        // The span leaves the watch for writes; pages that stay are protected again in the end.
+        let _ = self.watch.unregister(span);
+        if self.hold.register(span, uffd::MODE_MISSING).is_err() {
+            // Part of it may be registered.
+            self.watch_parts(span);
+            self.unwatch_heap(heap, span);
+            let _ = self.hold.wake(span);
+            return None;
+        }
+        Some(Freeze {
+            agent: self,
+            span,
+            staging,
+            mapped_end: 0,
+            discarded: [false; HUGE_PAGES],
+            heap,
+            began_ns,
+            is_noted: false,
+            _held: held,
+        })
+    }
+
+    /// Ends what [`watch_end`](crate::address_space::heap::HeapEnd::watch_end) began.
+    pub(super) fn unwatch_heap(&self, heap: Option<WatchedEnd>, range: Range) {
+        if heap.is_some_and(|heap| self.heap.unwatch_end(&heap, range, &self.watch)) {
+            SHARED.changed();
+        }
+    }
+
+    /// Maps the kernel's zero page over the pieces of zeros that were merged, where nothing has come since. A program that tracks
+    /// memory by a userfaultfd, as postcopy migration does, finds received pages present.
+    fn map_zero_page(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+        for (piece, outcome) in pieces.iter().zip(outcomes).filter(|(piece, _)| piece.segment == PIECE_ZERO) {
+            let Range { start: mut at, end } = Range::pages_from(piece.addr, u64::from(outcome.merged));
+            while at < end {
+                let (done, error) = self.watch.zero(Range { start: at, end }, 0);
+                at += done;
+                match error {
+                    None => {}
+                    Some(Errno(libc::EEXIST)) => at += PAGE,
+                    // Another mapping by now.
+                    Some(_) => break,
+                }
+            }
+        }
+    }
+
+    /// Counts a freeze of `ns` nanoseconds.
+    pub(super) fn note_freeze(&self, ns: u64) {
+        let counters = self.counters();
+        counters.freezes.fetch_add(1, Ordering::Relaxed);
+        counters.freeze_ns_max.fetch_max(ns, Ordering::Relaxed);
+        counters.freeze_us[wait_histogram::bucket(ns / 1000)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Watches pool mappings in `range`, and gives them the attributes of the program's memory that was there.
+    pub(super) fn adopt_pool(&self, range: Range) {
+        // One call serves all neighbours, however many mappings they are.
+        self.hold_pool(range);
+        self.keep_attributes(range, false);
+        self.remember_merged(range);
+    }
+
+    /// Maps the pages of the merged pieces into the page table, so that no access of the program has to wait for the agent:
+    /// long pieces by windows, and neighbouring short ones, each a mapping of its own, by one call.
+    pub(super) fn prefault(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+        let mut short = Range { start: 0, end: 0 };
+        for (piece, outcome) in pieces.iter().zip(outcomes) {
+            if piece.segment == PIECE_ZERO || outcome.merged == 0 {
+                continue;
+            }
+            let mapped = Range::pages_from(piece.addr, u64::from(outcome.merged));
+            if prefault::is_long(mapped) {
+                prefault::populate(mapped, &self.pagemap);
+            } else if short.end == mapped.start {
+                short.end = mapped.end;
+            } else {
+                if !short.is_empty() {
+                    prefault::read_in(short);
+                }
+                short = mapped;
+            }
+        }
+        if !short.is_empty() {
+            prefault::read_in(short);
+        }
+    }
+
+    /// Watches for writes what is anonymous in `range`; pool mappings there stay held, and their discards answered.
+    pub(super) fn watch_parts(&self, range: Range) {
+        let mut at = range.start;
+        let _ = self.maps.pools(range, |part, _| {
+            self.watch_part(Range { start: at, end: part.start });
+            self.hold_pool(part);
+            at = part.end;
+            false
+        });
+        self.watch_part(Range { start: at, end: range.end });
+    }
+
+    /// Watches `range`, which was frozen and is anonymous, for writes.
+    pub(super) fn watch_part(&self, range: Range) {
+        if !range.is_empty() {
+            let _ = self.hold.unregister(range);
+            // Where the range holds something else too, nothing happens.
+            let _ = watch_anonymous(&self.watch, range);
+        }
+    }
+
+    /// Where the slots of `piece` can be read, `Some(None)` for a piece of zeros; `None` if the segment is not mapped here.
+    fn slots_of(&self, piece: &Piece) -> Option<Option<*const Page>> {
+        if piece.segment == PIECE_ZERO {
+            Some(None)
+        } else {
+            self.slots(piece.segment, piece.slot, piece.pages).map(Some)
+        }
+    }
+}
+
+impl Freeze<'_> {
+    /// Wakes the threads that wait for the span: they find the slots. No thread has to wait for the work that is left.
+    pub(super) fn wake(&mut self) {
+        let _ = self.agent.hold.wake(self.span);
+        self.note();
+    }
+
+    fn note(&mut self) {
+        if !core::mem::replace(&mut self.is_noted, true) {
+            self.agent.note_freeze(sched::monotonic_ns() - self.began_ns);
+        }
+    }
+
+    /// Ends the freeze, after which no page of the span may be in the staging area unless it is mapped from the pool, zero or
+    /// discarded. Frees the first `staged` bytes there.
+    pub(super) fn end(mut self, pieces: &[Piece], outcomes: &[Outcome], staged: u64) {
+        self.agent.unwatch_heap(self.heap.take(), self.span);
+        self.wake();
+        self.agent.map_zero_page(pieces, outcomes);
+        if staged > 0 {
+            // SAFETY: the staging area is the agent's, and the program reads these pages from elsewhere now.
+            let _ = unsafe { mem::advise(self.staging, staged, libc::MADV_DONTNEED) };
+        }
+    }
+
+    /// The addresses of the pages `run` of the span.
+    pub(super) fn range_of(&self, run: core::ops::Range<usize>) -> Range {
+        Range::pages_from(self.span.start + run.start as u64 * PAGE, run.len() as u64)
+    }
+
+    /// The number in the span of the page at `addr`.
+    pub(super) const fn page_of(&self, addr: u64) -> usize {
+        ((addr - self.span.start) / PAGE) as usize
+    }
+
+    /// How many staged pages of `piece`, from the first one on, equal their slots. `staged` tells why a page is not staged.
+    ///
+    /// # Errors
+    /// With the number of equal pages, why the next one was refused.
+    pub(super) fn compare(
+        &self,
+        piece: &Piece,
+        staged: impl Fn(usize) -> Result<(), RefusalReason>,
+    ) -> Result<(), (u32, RefusalReason)> {
+        let slots = self.agent.slots_of(piece).ok_or((0, RefusalReason::NotAnonymous))?;
+        let first = self.page_of(piece.addr);
+        for page in 0..piece.pages as usize {
+            let refuse = |reason| (page as u32, reason);
+            staged(first + page).map_err(refuse)?;
+            // SAFETY: the page is resident in the staging area, so the read cannot wait, and no other thread writes there.
+            let bytes = unsafe { &*((self.staging + (first + page) as u64 * PAGE) as *const Page) };
+            let is_equal = match slots {
+                // SAFETY: `slots` points at the slots of the piece, in a mapped segment; they are never written again.
+                Some(slots) => bytes == unsafe { &*slots.add(page) },
+                None => is_zero(bytes),
+            };
+            if !is_equal {
+                return Err(refuse(RefusalReason::Changed));
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps the slots of `piece`: all of its pages must be staged and equal. For a piece of zeros nothing is mapped.
+    ///
+    /// # Errors
+    /// Why the kernel refused the mapping.
+    pub(super) fn map_slots(&mut self, piece: &Piece) -> Result<(), RefusalReason> {
+        let range = Range::pages_from(piece.addr, u64::from(piece.pages));
+        if piece.segment == PIECE_ZERO {
+            self.mapped_end = range.end;
+            return Ok(());
+        }
+        let Some(fd) = self.agent.segment_fd(piece.segment) else { return Err(RefusalReason::NotAnonymous) };
+        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the range was anonymous memory a moment ago (UFFDIO_MOVE proved it) and its pages are staged. The mapping
+        // lock keeps the mapping in place; what lies beyond a heap that shrinks is unmapped again. The bytes that appear
+        // equal those that were there.
+        let mapped = unsafe { mem::map(range.start, range.len(), rights, flags, fd, u64::from(piece.slot) * PAGE) };
+        match mapped {
+            Ok(_) => {
+                self.mapped_end = range.end;
+                discarded_ranges::remove(range);
+                Ok(())
+            }
+            Err(Errno(libc::EPERM)) => {
+                self.agent.note_sealed(range);
+                Err(RefusalReason::NotAnonymous)
+            }
+            Err(_) => Err(RefusalReason::Limit),
+        }
+    }
+
+    /// Moves the staged pages `run` (page numbers in the span) back; holes are skipped.
+    pub(super) fn move_back(&mut self, run: core::ops::Range<usize>) {
+        let (mut at, end) = (self.staging + run.start as u64 * PAGE, self.staging + run.end as u64 * PAGE);
+        let mut len = end - at;
+        let mut tries = 0;
+        while at < end {
+            let part = Range { start: at, end: end.min(at + len) };
+            let target = self.span.start + (at - self.staging);
+            let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
+            let (moved, error) = self.agent.hold.move_pages(target, part, mode);
+            at += moved;
+            match error {
+                None => len = end - at,
+                // A discard is under way: its event must be read before anything moves. The discarding thread then drops
+                // what is in place; the staged pages of its range are dropped here.
+                Some(Errno(libc::EAGAIN)) => match self.agent.hold.read_event() {
+                    Ok(Some(uffd::Event::Remove(range))) => self.discard(range),
+                    // Threads that wait for the span are woken in the end; others need their answer now.
+                    Ok(Some(event @ uffd::Event::PageFault { addr, .. }))
+                        if !(self.span.start..self.span.end).contains(&addr) =>
+                    {
+                        self.agent.serve_event(event);
+                    }
+                    _ => yield_now(),
+                },
+                // No memory for a page table: the bytes are safe here, and the program waits as it would for any memory.
+                Some(Errno(libc::ENOMEM)) => yield_now(),
+                Some(Errno(libc::EBUSY)) if tries < MOVE_TRIES => {
+                    tries += 1;
+                    yield_now();
+                }
+                // One move stays within one mapping.
+                Some(Errno(errno)) if errno != libc::EBUSY && at + PAGE < part.end => len = half(part.end - at),
+                Some(_) if !self.copy_back(at, target + moved) => yield_now(),
+                Some(_) => at += PAGE,
+            }
+        }
+    }
+
+    /// Copies the staged page at `from` to `to`, where a move is refused: the program has locked the target or changed its
+    /// rights by a raw call, or something pins the staged page. Returns false if the caller must try again.
+    fn copy_back(&self, from: u64, to: u64) -> bool {
+        let staged =
+            Query { any_of: pagemap::PRESENT | pagemap::SWAPPED, report: pagemap::PRESENT, ..Query::default() };
+        let mut found = [pagemap::Region::default()];
+        if matches!(pagemap::scan(&self.agent.pagemap, Range::pages_from(from, 1), staged, &mut found), Ok((0, _))) {
+            return true;
+        }
+        // SAFETY: a page of the staging area, which is the agent's.
+        let (_, error) = unsafe { self.agent.hold.copy(to, from, PAGE, uffd::DONTWAKE) };
+        // Any other error: the target was unmapped or replaced, so that the page has no address any more.
+        !matches!(error, Some(Errno(libc::EAGAIN | libc::ENOMEM)))
+    }
+
+    /// The program discards `removed`: staged pages of it are dropped and will not be mapped.
+    fn discard(&mut self, removed: Range) {
+        // What is mapped from the pool is answered like any discard of merged memory.
+        let frozen = Range { start: self.mapped_end.clamp(self.span.start, self.span.end), ..self.span };
+        let start = removed.start.clamp(frozen.start, frozen.end);
+        let end = removed.end.clamp(frozen.start, frozen.end);
+        if start < end {
+            let staged = self.staging + (start - self.span.start);
+            // SAFETY: the staging area is the agent's, and the program has discarded these pages.
+            let _ = unsafe { mem::advise(staged, end - start, libc::MADV_DONTNEED) };
+            let pages = self.page_of(start)..self.page_of(end);
+            self.discarded[pages].fill(true);
+        }
+        for outside in [
+            Range { start: removed.start, end: removed.end.min(frozen.start) },
+            Range { start: removed.start.max(frozen.end), end: removed.end },
+        ] {
+            if outside.start < outside.end {
+                self.agent.serve_event(uffd::Event::Remove(outside));
+            }
+        }
+    }
+}
+
+/// Half of `len` bytes, in whole pages.
+pub(super) const fn half(len: u64) -> u64 {
+    (len / PAGE).div_ceil(2) * PAGE
+}
