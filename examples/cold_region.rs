@@ -4,9 +4,9 @@
 //! cargo run --release --example cold_region
 //! ```
 //!
-//! The example fills 256 MiB with records, puts them out while it goes on
-//! reading, and shows what its memory was, is, and what a touch costs. A second
-//! thread cools: it is the only help that a region needs.
+//! The example fills 256 MiB with records, evicts them while it continues to
+//! read, and shows its memory before and after, and the cost of a touch. A
+//! second thread evicts idle pages: a region needs no other help.
 
 use pagefold_tier::region::ColdRegion;
 use pagefold_tier::{Config, Effort, Tier};
@@ -39,11 +39,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let start = Instant::now();
     let parked = parker.park(0..LEN, Effort::Dense);
     println!("parked {} pages in {:?}: {} MiB of memory", parked.pages, start.elapsed(), resident_mib());
-    // A second thread would call this every few seconds; pages silent for two calls go out.
-    let cooler = std::thread::spawn(move || {
+    // A second thread would call this every few seconds; pages that are idle for two calls are evicted.
+    let evictor = std::thread::spawn(move || {
         for _ in 0..4 {
             std::thread::sleep(Duration::from_millis(200));
-            parker.cool(2);
+            parker.park_idle(2);
         }
     });
     let records = LEN / RECORD;
@@ -59,11 +59,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         stats.faults,
         stats.fault_ns as f64 / 1e3 / stats.faults.max(1) as f64
     );
-    // A buffer of a system call is pinned: the kernel does not fault, it says EFAULT.
+    // A buffer of a system call must be pinned: the kernel reports EFAULT for evicted pages.
     let pinned = region.pin(0..1 << 20)?;
     std::fs::File::open("/dev/zero")?.read_exact(&mut region[..1 << 20])?;
     drop(pinned);
-    cooler.join().map_err(|_| "the cooling thread failed")?;
-    println!("at the end {} pages are out: {} MiB of memory", region.stats().pages_out, resident_mib());
+    evictor.join().map_err(|_| "the evicting thread failed")?;
+    println!("at the end {} pages are evicted: {} MiB of memory", region.stats().pages_out, resident_mib());
     Ok(())
 }

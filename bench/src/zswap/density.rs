@@ -15,7 +15,7 @@ fn config(set: &[u8]) -> Config {
 fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
     let tier = Tier::create(Config { patches, ..config(set) }, None).expect("memory");
     let pages = as_pages(set);
-    tier.add_region(1, pages.len() as u64).expect("a region");
+    tier.add_client(1, pages.len() as u64).expect("a region");
     let mut spent = Spent::default();
     let results = spent.on(|| tier.store_many(1, &pages, effort));
     let refused = results.iter().filter(|result| result.is_err()).count();

@@ -33,7 +33,7 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
         let config = Config { bytes_max: 1 << 30, patches, ..Config::default() };
         let backing = BackingFile::create(&std::env::temp_dir(), 1 << 30).expect("a file");
         let tier = Tier::create(config, Some(Box::new(backing))).expect("memory");
-        tier.add_region(1, count as u64).expect("a region");
+        tier.add_client(1, count as u64).expect("a region");
         if effort == Effort::Dense {
             let samples: Vec<u8> =
                 pages.iter().step_by((count / 1024).max(1)).flat_map(|page| page.iter().copied()).collect();
@@ -156,8 +156,8 @@ fn served_here(pages: &[&[u8; 4096]], effort: Effort, order: &[usize]) -> Result
     park();
     let in_order = timed(count, touch);
     park();
-    let hand = region.hand();
-    std::thread::spawn(move || hand.work());
+    let prefetcher = region.prefetcher();
+    std::thread::spawn(move || prefetcher.run());
     let helped = timed(count, touch);
     Ok(vec![
         row("fault in the faulting thread", random),

@@ -303,7 +303,7 @@ mod tests {
         assert!(engine.shut_down().is_empty());
     }
 
-    /// Two engines whose directories overlap, so that both see the same file.
+    /// Two engines with overlapping directories, so that both see the same file.
     #[test]
     fn an_image_has_the_writers_of_one_cache_and_readers_of_any() {
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();

@@ -131,7 +131,7 @@ impl BlockFingerprints {
         out
     }
 
-    /// Decodes a file, for an image whose version is `stamp` now.
+    /// Decodes a file, for an image of version `stamp`.
     ///
     /// # Errors
     /// [`Rejected`]; nothing of such a file is used.
@@ -242,7 +242,7 @@ impl FingerprintDir {
         self.path.join(format!("{ino:016x}.fp"))
     }
 
-    /// Loads the fingerprints of an image whose version is `stamp` now. The second value says why an existing file
+    /// Loads the fingerprints of an image of version `stamp`. The second value says why an existing file
     /// cannot be used.
     pub fn load(&self, stamp: &Stamp) -> (BlockFingerprints, Option<String>) {
         let empty = |outcome: &str| BlockFingerprints { outcome: outcome.to_owned(), ..BlockFingerprints::default() };

@@ -1,6 +1,6 @@
 //! The life of a mount: lock the directory, mount, serve, unmount cleanly, and clean up after one that died.
 //!
-//! A FUSE mount whose process is dead does not hang: the kernel closes the connection with the process's last
+//! A FUSE mount of a dead process does not hang: the kernel closes the connection with the process's last
 //! descriptor, and every call gets `ENOTCONN`. Only a process that lives and does not answer could make callers hang.
 //! Therefore a panic in any thread aborts the process, and no thread waits without a limit for another process.
 
@@ -399,7 +399,7 @@ pub fn mounted() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Removes a mount of ours whose process is dead; returns whether there was one.
+/// Removes a mount of ours with a dead process; returns whether there was one.
 ///
 /// # Errors
 /// It cannot be unmounted.
@@ -439,8 +439,8 @@ pub fn unmount(mountpoint: &Path, lazy: bool) -> io::Result<()> {
     }
 }
 
-/// Aborts the kernel's connection of the mount at `mountpoint`, whose process lives and does not answer: every waiting
-/// call returns with an error.
+/// Aborts the kernel's connection of the mount at `mountpoint`, for a process that lives and does not answer: every
+/// waiting call returns with an error.
 ///
 /// # Errors
 /// Not mounted, or the caller may not abort it.

@@ -45,7 +45,7 @@ pub struct ScannedImage {
     pub data_bytes: u64,
     /// Pages of zeros, holes included: they take no memory.
     pub zero_bytes: u64,
-    /// Pages whose content an earlier image, or an earlier page of this one, has too.
+    /// Pages with a content that an earlier image, or an earlier page of this one, has too.
     pub repeated_bytes: u64,
 }
 
@@ -181,7 +181,7 @@ fn expand(paths: &[PathBuf], unreadable: &mut Vec<(PathBuf, String)>) -> Vec<Pat
         }
     }
     let mut seen = HashSet::new();
-    // A file whose attributes cannot be read stays in the list: opening it reports the error.
+    // A file without readable attributes stays in the list: opening it reports the error.
     files.retain(|path| path.metadata().map_or(true, |metadata| seen.insert((metadata.dev(), metadata.ino()))));
     files
 }
@@ -271,7 +271,7 @@ fn alignment_warnings(path: &Path) -> Vec<Warning> {
     problems.into_iter().map(|(problem, cure)| Warning { path: path.to_owned(), problem, cure }).collect()
 }
 
-/// The problems of an image whose first bytes are `head`, each with its cure. `read` reads further bytes.
+/// The problems of an image that starts with `head`, each with its cure. `read` reads further bytes.
 pub fn problems(head: &[u8], read: impl Fn(u64, usize) -> Option<Vec<u8>>) -> Vec<(String, String)> {
     let mut found = Vec::new();
     if head.starts_with(b"QFI\xfb") {

@@ -78,9 +78,9 @@ pub struct Status {
     pub disk_written_bytes: u64,
     /// Shared blocks that became private because they were written.
     pub breaks: u64,
-    /// Blocks whose content was in memory already when they were loaded.
+    /// Blocks loaded with a content that was in memory already.
     pub shared_on_load: u64,
-    /// Blocks whose content was in memory already when they were written back.
+    /// Blocks written back with a content that was in memory already.
     pub shared_after_writeback: u64,
     /// Frames that were evicted.
     pub evictions: u64,

@@ -106,7 +106,7 @@ fn run(seed: u64, steps: usize) -> [u64; 3] {
                     let mid = data.len() / 2;
                     fill(&mut random, &mut data[mid..]);
                 });
-                // Unwritten blocks win over the change; with none, the disk is the truth.
+                // Unwritten blocks win over the change; without any, the file's content counts.
                 assert!(cache.sync(image, 0..u64::MAX));
                 cache.detect_change(image);
                 *model = files[n].data();
@@ -198,10 +198,10 @@ fn many_threads_read_and_write_their_own_stripes() {
     cache.verify().unwrap();
 }
 
-/// Two guests write to parts of blocks that they share, each to the same block at once: whoever breaks first copies what the
-/// other is about to write in place.
+/// Two guests write to parts of blocks that they share, each to the same block concurrently: the first one copies the block
+/// while the other is about to write it in place.
 #[test]
-fn a_broken_block_has_nothing_of_what_its_last_sharer_writes() {
+fn a_broken_block_never_contains_its_last_sharers_write() {
     use std::sync::atomic::{AtomicUsize, Ordering};
     const BLOCKS: usize = 1024;
     let mut data = vec![0; BLOCKS * BLOCK_BYTES];
@@ -245,9 +245,9 @@ fn a_broken_block_has_nothing_of_what_its_last_sharer_writes() {
     }
 }
 
-/// Requests that together have more in hand than there is: as those of many NBD connections, of a small cache.
+/// Requests that together need more frames than the cache has, as those of many NBD connections.
 #[test]
-fn more_requests_at_once_than_there_is_memory_for_are_all_served() {
+fn concurrent_requests_that_need_more_frames_than_there_are_all_complete() {
     let cache = Cache::new(config(false)).unwrap();
     let mut random = Random::new(1);
     let images = [(); 4].map(|()| {
@@ -267,7 +267,7 @@ fn more_requests_at_once_than_there_is_memory_for_are_all_served() {
                     let (image, offset) = (&images[random.below(4) as usize], random.below(11 << 20));
                     if random.below(2) == 0 {
                         buffer.chunks_mut(512).for_each(|sector| sector[0] = random.below(256) as u8);
-                        // Each has two half-written blocks, which push each other out.
+                        // Each write has two partly written blocks, which evict each other.
                         buffer.chunks(60_000).try_for_each(|part| cache.write(image, offset, part)).unwrap();
                     } else {
                         assert_eq!(cache.read(image, offset, &mut buffer).unwrap(), buffer.len());
@@ -297,14 +297,14 @@ fn equal_images_take_the_memory_of_one() {
     assert_eq!(status.resident_bytes, 2 << 20);
     assert_eq!(status.memory_saved_bytes, 3 * (2 << 20));
     assert_eq!(status.images.iter().map(|i| i.memory_saved_bytes).sum::<u64>(), status.memory_saved_bytes);
-    // A write to one breaks one page of it and of nobody else.
+    // A write to one image breaks one block of that image only.
     cache.write(&images[2], 4096, b"mine").unwrap();
     let status = cache.status();
     assert_eq!((status.breaks, status.resident_bytes), (1, (2 << 20) + 4096));
     assert_eq!(status.images[2].dirty_bytes, 4096);
     cache.read(&images[1], 4096, &mut buffer[..4]).unwrap();
     assert_eq!(buffer[..4], data[4096..4100]);
-    // Written back to what it was, it is shared again.
+    // With its old content written back, it is shared again.
     cache.write(&images[2], 4096, &data[4096..4100]).unwrap();
     cache.flush_tick();
     let status = cache.status();
@@ -312,7 +312,7 @@ fn equal_images_take_the_memory_of_one() {
 }
 
 #[test]
-fn fingerprints_spare_the_disk_and_never_outlive_a_change() {
+fn fingerprints_save_reads_and_never_survive_a_change() {
     let key = [5; 32];
     let config = Config { key: FingerprintKey::Strong(key), cache_bytes: 16 << 20, ..Config::default() };
     let mut data = vec![0; 1 << 20];
@@ -340,7 +340,7 @@ fn fingerprints_spare_the_disk_and_never_outlive_a_change() {
     assert_eq!(file.blocks_read(), 0, "all of b is in a");
     assert_eq!(cache.status().io_saved_bytes, 1 << 20);
 
-    // The same, but b was changed by somebody else in between: the disk is read.
+    // The same, but another program changed b in between: the disk is read.
     let file = Arc::new(SimFile::new(data.clone()));
     let b2 = cache.add_image("b", file.clone()).unwrap();
     cache.load_fingerprints(&b2, &store);
@@ -353,7 +353,7 @@ fn fingerprints_spare_the_disk_and_never_outlive_a_change() {
 /// The host commits an image's times later than its data: after a power cut new data may carry the times that the
 /// fingerprint file was made for.
 #[test]
-fn a_fingerprint_file_is_gone_before_the_first_change_and_comes_back_only_for_what_is_durable() {
+fn a_fingerprint_file_is_removed_before_the_first_change_and_saved_only_for_durable_data() {
     let config = Config { key: FingerprintKey::Strong([5; 32]), cache_bytes: 16 << 20, ..Config::default() };
     let dir = tempfile::tempdir().unwrap();
     let store = pagefold_disk::fingerprint_file::FingerprintDir::open(dir.path()).unwrap();
@@ -366,18 +366,18 @@ fn a_fingerprint_file_is_gone_before_the_first_change_and_comes_back_only_for_wh
     };
     cache.load_fingerprints(&image, &store);
     cache.read(&image, 0, &mut vec![0; 1 << 16]).unwrap();
-    // Written back and not synced: the disk may have it or not.
+    // Written back and not synced: the disk may have the data or not.
     cache.write(&image, 0, &[1; 4096]).unwrap();
     cache.flush_tick();
     file.set_faults(Faults { sync_once: Some(libc::EIO), ..Faults::default() });
     cache.save_fingerprints(&image, &store).unwrap();
-    assert_eq!(files(), 0, "nothing is named that the disk may not have");
+    assert_eq!(files(), 0, "no file is saved for data that the disk may not have");
     let refuse = Faults { write: Some(libc::EIO), ..Faults::default() };
     let changes: [&dyn Fn(); 4] = [
         &|| {
             cache.write(&image, 0, &[2; 4096]).unwrap();
-            assert_eq!(files(), 1, "the disk has what it had");
-            // The write does not even reach the disk: the file went before it.
+            assert_eq!(files(), 1, "the disk has not changed yet");
+            // The write fails at the disk: the file was removed before it.
             file.set_faults(refuse);
             cache.flush_tick();
         },
@@ -395,7 +395,7 @@ fn a_fingerprint_file_is_gone_before_the_first_change_and_comes_back_only_for_wh
 }
 
 #[test]
-fn growing_an_image_cuts_nothing_off_that_somebody_else_appended() {
+fn growing_an_image_keeps_data_that_another_program_appended() {
     let file = Arc::new(SimFile::new(vec![1; 4096]));
     let cache = Cache::new(config(false)).unwrap();
     let image = cache.add_image("image", file.clone()).unwrap();
@@ -415,7 +415,7 @@ fn growing_an_image_cuts_nothing_off_that_somebody_else_appended() {
 }
 
 #[test]
-fn fingerprints_that_are_gone_with_their_directory_keep_nothing_from_the_disk() {
+fn a_missing_fingerprint_directory_does_not_prevent_writes() {
     let config = Config { key: FingerprintKey::Strong([5; 32]), cache_bytes: 16 << 20, ..Config::default() };
     let dir = tempfile::tempdir().unwrap();
     let kept = dir.path().join("deep/fp");

@@ -1,8 +1,8 @@
 //! Power cuts: what a sync acknowledged is on the disk, whenever the power goes.
 //!
 //! A seeded run of writes, truncations, punches, flushes and syncs goes through the cache onto a simulated disk that
-//! logs what reaches it. Then the power is cut at thousands of points of that log: everything up to the last sync is
-//! there, of what came later any set of sectors, torn and reordered. For every block of the image that survives, its
+//! logs every write. Then the power is cut at thousands of points of that log: everything up to the last sync survives,
+//! and of later writes any set of sectors, torn and reordered. For every block of the image that survives, its
 //! content must be the one the last acknowledged sync made durable, or one written since, sector by sector.
 
 mod common;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 type Sector = [u8; SECTOR_BYTES];
 
-/// What each sector may hold after a cut: the durable content first, then everything written since.
+/// The contents that each sector may have after a cut: the durable one first, then every later one.
 struct Oracle {
     now: Vec<u8>,
     allowed: Vec<Vec<Sector>>,
@@ -58,12 +58,12 @@ impl Oracle {
     }
 
     fn check(&self, disk: &[u8], what: &dyn Fn() -> String) {
-        // A write may reach a file whose cut did not survive: the size then lies anywhere between the known ones.
+        // A write may survive without the cut of the file before it, so the size lies anywhere between the known ones.
         let (low, high) = (self.sizes.iter().min().unwrap(), self.sizes.iter().max().unwrap());
         assert!((*low..=*high).contains(&disk.len()), "{}: {} bytes, not {low} to {high}", what(), disk.len());
         for (n, sector) in disk.chunks(SECTOR_BYTES).enumerate() {
             let allowed = self.allowed.get(n).is_some_and(|allowed| allowed.iter().any(|version| version == sector));
-            assert!(allowed, "{}: sector {n} holds what nobody wrote, or lost what a sync acknowledged", what());
+            assert!(allowed, "{}: sector {n} has bytes that were never written, or lost acknowledged ones", what());
         }
     }
 }
@@ -85,7 +85,7 @@ fn run(seed: u64, steps: usize) -> usize {
         let offset = random.below(oracle.now.len() as u64 + 3000);
         let mut length = 1 + random.below(20_000);
         if offset + length > oracle.now.len() as u64 {
-            // Sizes are whole sectors, as disks have them; what happens inside the last block is the model test's.
+            // Sizes are whole sectors; the model test covers sizes inside the last block.
             length = (offset + length).next_multiple_of(SECTOR_BYTES as u64) - offset;
         }
         let case = random.below(100);
@@ -133,7 +133,7 @@ fn run(seed: u64, steps: usize) -> usize {
                 acknowledged
             }
         };
-        // Cut anywhere in what this step wrote, while its promise is not given yet; then settle the promise.
+        // Cut anywhere in the writes of this step, before its sync counts; then let the sync count.
         let log = file.log();
         for at in log_seen..=log.len() {
             for _ in 0..2 {
@@ -146,7 +146,7 @@ fn run(seed: u64, steps: usize) -> usize {
         log_seen = log.len();
         if synced {
             oracle.acknowledge();
-            // Nothing after the last sync survives: exactly what was acknowledged.
+            // Nothing after the last sync survives: the disk has exactly the acknowledged content.
             let disk = after_power_cut(&base, &log, || false);
             assert!(disk == oracle.now, "seed {seed} step {step}: a sync acknowledged what is not on the disk");
             if matches!(log.last(), Some(Event::Sync)) && log.len() > 200 {
@@ -159,7 +159,7 @@ fn run(seed: u64, steps: usize) -> usize {
     cuts
 }
 
-/// After a cut the image is opened anew: its content is what survived.
+/// After a cut the image is opened again: its content is the surviving one.
 fn run_on(cache: &Cache, survived: Arc<SimFile>) -> usize {
     let image = cache.add_image("after the cut", survived.clone()).unwrap();
     let mut buffer = vec![0; survived.data().len()];
@@ -170,7 +170,7 @@ fn run_on(cache: &Cache, survived: Arc<SimFile>) -> usize {
 }
 
 #[test]
-fn thousands_of_power_cuts_lose_nothing_a_sync_acknowledged() {
+fn thousands_of_power_cuts_lose_no_acknowledged_write() {
     let cuts: usize = (1..=20).map(|seed| run(seed, 120)).sum();
     println!("{cuts} power cuts");
     assert!(cuts > 5000, "{cuts} cuts are too few to mean anything");
@@ -178,7 +178,7 @@ fn thousands_of_power_cuts_lose_nothing_a_sync_acknowledged() {
 
 #[test]
 fn a_sync_that_does_nothing_would_be_caught() {
-    // The negative control: acknowledge without syncing, and the oracle must object at some cut.
+    // The negative control: without the sync the oracle must object at some cut.
     let file = Arc::new(SimFile::new(vec![1; 1 << 16]));
     let cache = Cache::new(Config { cache_bytes: 4 << 20, workers: 1, ..Config::default() }).unwrap();
     let image = cache.add_image("image", file.clone()).unwrap();
@@ -193,7 +193,7 @@ fn a_sync_that_does_nothing_would_be_caught() {
 
 #[test]
 fn every_acknowledged_version_differs_from_its_neighbours() {
-    // Guards the test itself: two syncs with different content leave different disks.
+    // Checks the test itself: two syncs with different content leave different disks.
     let file = Arc::new(SimFile::new(vec![0; 8192]));
     let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
     let image = cache.add_image("image", file.clone()).unwrap();

@@ -1,5 +1,5 @@
-//! Bad input and bad days: images that are missing, unreadable, odd, sparse, growing, shrinking, replaced; full and
-//! broken disks; very large directories. Each has its own test, and none may harm another image.
+//! Bad input and failures: images that are missing, unreadable, of odd sizes, sparse, growing, shrinking, replaced; full
+//! and broken disks; very large directories. None of these may affect another image.
 
 mod common;
 
@@ -33,7 +33,7 @@ fn missing_empty_odd_and_sparse_images_read_as_they_are() {
         data.extend_from_slice(b"end");
         assert!(std::fs::read(mount.dir().join(name)).unwrap() == data, "{name} on the disk");
     }
-    // A terabyte of nothing, with one page in it.
+    // A sparse terabyte with one page of data.
     File::create(mount.dir().join("sparse")).unwrap().set_len(1 << 40).unwrap();
     let file = OpenOptions::new().read(true).write(true).open(mount.path("sparse")).unwrap();
     file.write_all_at(b"far", 1 << 39).unwrap();
@@ -44,11 +44,11 @@ fn missing_empty_odd_and_sparse_images_read_as_they_are() {
         assert!(bytes.iter().all(|&b| b == 0));
     }
     assert!(mount.status().resident_bytes < 8 << 20, "zeros take no memory");
-    assert!(file.write_at(b"x", i64::MAX as u64).is_err(), "an offset no file has");
+    assert!(file.write_at(b"x", i64::MAX as u64).is_err(), "an offset beyond the largest file");
 }
 
 #[test]
-fn an_unreadable_image_is_refused_to_whom_it_is_refused() {
+fn file_permissions_apply_through_the_mount() {
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
     std::fs::write(mount.dir().join("locked"), b"secret").unwrap();
@@ -64,21 +64,21 @@ fn an_unreadable_image_is_refused_to_whom_it_is_refused() {
         Ok(output) => assert!(!output.status.success()),
         Err(_) => println!("SKIPPED: the part with another user needs setpriv"),
     }
-    // What cannot be an image is told so, and is no harm to the rest.
+    // A directory is refused as an image, and the other images work.
     std::fs::create_dir(mount.dir().join("folder")).unwrap();
     assert!(std::fs::read(mount.path("folder")).is_err());
     assert_eq!(std::fs::read(mount.path("public")).unwrap(), b"public");
 }
 
 #[test]
-fn changes_behind_the_mount_are_seen() {
+fn external_changes_are_detected() {
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
     let real = mount.dir().join("x");
     std::fs::write(&real, vec![1; 100_000]).unwrap();
     let file = File::open(mount.path("x")).unwrap();
     let read = |expected: &dyn Fn(&[u8]) -> bool, what: &str| {
-        // The promise is one second, and at once for whoever opens the file anew.
+        // The promise is one second, and no delay for a new open of the file.
         let started = Instant::now();
         let mut bytes = vec![0; 300_000];
         loop {
@@ -102,7 +102,7 @@ fn changes_behind_the_mount_are_seen() {
     OpenOptions::new().write(true).open(&real).unwrap().set_len(10_000).unwrap();
     read(&|bytes| bytes.len() == 10_000, "shrinking");
     assert!(mount.status().images[0].changed_behind >= 3);
-    // Replaced by another file of the name: the old handle keeps the old file, a new one gets the new.
+    // Replaced by another file of the same name: the old handle keeps the old file, a new one gets the new file.
     std::fs::write(mount.dir().join("y"), b"another").unwrap();
     std::fs::rename(mount.dir().join("y"), &real).unwrap();
     let started = Instant::now();
@@ -116,7 +116,7 @@ fn changes_behind_the_mount_are_seen() {
 #[test]
 fn a_very_large_directory_is_listed_and_served() {
     skip_unless_mountable!();
-    // A million takes minutes to make on a slow disk; the memory file system makes them in seconds.
+    // Creating a million files takes minutes on a slow disk, and seconds on a memory file system.
     const FILES: usize = 1_000_000;
     let base = tempfile::tempdir_in("/dev/shm").unwrap();
     let directory = base.path().join("images");
@@ -145,7 +145,7 @@ fn a_very_large_directory_is_listed_and_served() {
     assert!(mount.status().images.len() < FILES);
 }
 
-/// A file system of `mib` in memory, gone with this value.
+/// A memory file system of `mib`, unmounted when dropped.
 struct Small(tempfile::TempDir);
 
 impl Small {
@@ -164,7 +164,7 @@ impl Drop for Small {
 }
 
 #[test]
-fn a_full_disk_is_told_at_sync_and_harms_nobody_else() {
+fn a_full_disk_is_reported_at_sync_and_affects_no_other_image() {
     skip_unless_mountable!();
     let small = Small::new(8);
     let base = tempfile::tempdir_in("/var/tmp").unwrap();
@@ -180,12 +180,12 @@ fn a_full_disk_is_told_at_sync_and_harms_nobody_else() {
     assert_eq!(victim.sync_all().unwrap_err().raw_os_error(), Some(libc::ENOSPC));
     other.write_all_at(b"fine", 0).unwrap();
     other.sync_all().unwrap();
-    // Nothing is lost: with room made, the next sync brings it all to the disk.
+    // Nothing is lost: once there is space, the next sync writes everything.
     let mut back = vec![0; data.len()];
     victim.read_exact_at(&mut back, 0).unwrap();
     assert!(back == data);
     run("mount", &["-o", "remount,size=32m", small.0.path().to_str().unwrap()]);
-    // A flush for want of clean blocks may have met the full disk meanwhile, and is told once, like any other.
+    // A flush for clean frames may have failed on the full disk meanwhile; its error is reported once, like any other.
     if let Err(error) = victim.sync_all() {
         assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
         victim.sync_all().unwrap();
@@ -194,7 +194,7 @@ fn a_full_disk_is_told_at_sync_and_harms_nobody_else() {
 }
 
 #[test]
-fn an_error_of_the_background_flush_is_told_once_to_each_who_had_the_file_open() {
+fn an_error_of_the_background_flush_is_reported_once_to_each_open_file() {
     skip_unless_mountable!();
     let small = Small::new(8);
     let base = tempfile::tempdir_in("/var/tmp").unwrap();
@@ -208,7 +208,7 @@ fn an_error_of_the_background_flush_is_told_once_to_each_who_had_the_file_open()
     other.write_all_at(&data[..4096], 0).unwrap();
     other.sync_all().unwrap();
     writer.write_all_at(&data, 0).unwrap();
-    // Nobody asks for a sync: the flush in the background meets the full disk.
+    // Without a sync, the background flush fails on the full disk.
     let started = Instant::now();
     while mount.status().writeback_errors == 0 {
         assert!(started.elapsed() < Duration::from_secs(120), "the background flush never failed");
@@ -216,21 +216,21 @@ fn an_error_of_the_background_flush_is_told_once_to_each_who_had_the_file_open()
     }
     run("mount", &["-o", "remount,size=64m", small.0.path().to_str().unwrap()]);
     while mount.status().dirty_bytes > 0 {
-        assert!(started.elapsed() < Duration::from_secs(60), "what was refused is never written");
+        assert!(started.elapsed() < Duration::from_secs(60), "the refused blocks are never written");
         std::thread::sleep(Duration::from_millis(20));
     }
-    // As Linux tells it: once per open file, whoever wrote; a copy of a descriptor is the same open file.
+    // As in Linux: once per open file, whichever wrote; a duplicated descriptor is the same open file.
     let code = |file: &File| file.sync_all().err().and_then(|error| error.raw_os_error());
-    assert_eq!(code(&other), None, "another file is none of its business");
+    assert_eq!(code(&other), None, "another file has no error");
     assert_eq!(code(&writer), Some(libc::ENOSPC));
-    assert_eq!((code(&writer), code(&shared)), (None, None), "told already");
+    assert_eq!((code(&writer), code(&shared)), (None, None), "reported already");
     assert_eq!((code(&beside), code(&beside)), (Some(libc::ENOSPC), None));
-    assert_eq!(code(&open("victim").unwrap()), None, "whoever comes later is told nothing old");
+    assert_eq!(code(&open("victim").unwrap()), None, "a later open reports no old error");
     assert!(std::fs::read(mount.dir().join("victim")).unwrap() == data);
 }
 
 #[test]
-fn an_error_is_told_once_to_every_handle_and_the_block_stays_dirty() {
+fn a_refused_block_stays_dirty_and_reads_fail_only_for_their_reader() {
     let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
     let (file, fine) = (Arc::new(SimFile::new(vec![0; 1 << 20])), Arc::new(SimFile::new(vec![0; 1 << 20])));
     let image = cache.add_image("broken", file.clone()).unwrap();
@@ -243,19 +243,19 @@ fn an_error_is_told_once_to_every_handle_and_the_block_stays_dirty() {
     assert_eq!((image.dirty_bytes(), other.dirty_bytes()), (4096, 0));
     cache.verify().unwrap();
     file.set_faults(Faults::default());
-    assert!(cache.sync(&image, 0..u64::MAX), "healed");
+    assert!(cache.sync(&image, 0..u64::MAX), "the disk works again");
     assert_eq!(file.data()[..4096], [1; 4096]);
-    // A read error reaches the reader, and only him.
+    // A read error is reported to that read only.
     file.set_faults(Faults { read: Some(libc::EIO), ..Faults::default() });
     assert_eq!(cache.read(&image, 1 << 19, &mut [0; 10]).unwrap_err().errno(), libc::EIO);
-    assert_eq!(cache.read(&image, 0, &mut [0; 10]).unwrap(), 10, "what is in memory is in memory");
+    assert_eq!(cache.read(&image, 0, &mut [0; 10]).unwrap(), 10, "a block in memory can be read");
     file.set_faults(Faults::default());
     assert_eq!(cache.read(&image, 1 << 19, &mut [0; 10]).unwrap(), 10);
     cache.verify().unwrap();
 }
 
 #[test]
-fn one_bad_block_keeps_no_other_from_the_disk() {
+fn one_bad_block_keeps_no_other_block_from_the_disk() {
     let cache = Cache::new(Config { cache_bytes: 64 << 20, workers: 4, ..Config::default() }).unwrap();
     let file = Arc::new(SimFile::new(vec![0; 16 << 20]));
     let image = cache.add_image("broken", file.clone()).unwrap();
@@ -287,13 +287,13 @@ fn one_bad_block_keeps_no_other_from_the_disk() {
     assert!(!cache.sync(&image, 0..u64::MAX));
     assert!(matches!(file.log().last(), Some(pagefold_disk::sim::Event::Sync)), "the rest is durable");
     file.set_faults(Faults::default());
-    assert!(cache.sync(&image, 0..u64::MAX), "healed");
+    assert!(cache.sync(&image, 0..u64::MAX), "the disk works again");
     assert!(file.data()[BAD * 4096..][..4096] == data[BAD * 4096..][..4096]);
 }
 
 #[test]
-fn a_writer_to_a_broken_disk_gets_its_error_and_the_cache_goes_on() {
-    // More dirty blocks than the cache may hold: the writer must hear of it and nobody must wait for ever.
+fn a_write_to_a_broken_disk_fails_and_other_images_work() {
+    // More dirty blocks than the cache may hold: the write must fail, and no thread may wait for ever.
     let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
     let (file, fine) = (Arc::new(SimFile::new(vec![0; 8 << 20])), Arc::new(SimFile::new(vec![7; 8 << 20])));
     let image = cache.add_image("broken", file.clone()).unwrap();
@@ -319,7 +319,7 @@ fn a_writer_to_a_broken_disk_gets_its_error_and_the_cache_goes_on() {
     cache.verify().unwrap();
 }
 
-/// A file system whose file `bad` (inode 2) refuses writes while it is told to; `good` (inode 3) never does.
+/// A file system with a file `bad` (inode 2) that refuses writes while `breaks` is set, and a file `good` (inode 3).
 struct Broken {
     files: [std::sync::Mutex<Vec<u8>>; 2],
     breaks: Arc<std::sync::atomic::AtomicBool>,
@@ -439,7 +439,7 @@ impl fuser::Filesystem for Broken {
     }
 }
 
-/// A mount over a [`Broken`] disk, with nothing flushed by itself. The first to come is the last to go.
+/// A mount over a [`Broken`] disk. The fields are dropped in this order: the mount before the disk below it.
 struct OverBroken {
     mount: Mount,
     _disk: fuser::BackgroundSession,
@@ -479,7 +479,7 @@ fn a_sync_covers_the_attributes_unless_only_the_data_is_asked_for() {
     file.sync_data().unwrap();
     assert_eq!(syncs(), [0, 1]);
     file.sync_all().unwrap();
-    assert_eq!(syncs(), [1, 0], "there is no data to sync, and times there are");
+    assert_eq!(syncs(), [1, 0], "there is no data to sync, but there are attributes");
     for (flag, expected) in [(libc::O_DSYNC, [0, 1]), (libc::O_SYNC, [1, 0])] {
         let path = over.mount.path("good");
         let file = OpenOptions::new().write(true).custom_flags(flag).open(path).unwrap();
@@ -490,7 +490,7 @@ fn a_sync_covers_the_attributes_unless_only_the_data_is_asked_for() {
 }
 
 #[test]
-fn a_flush_of_everything_covers_closed_images_and_tells_what_nobody_was_told() {
+fn a_flush_of_everything_covers_closed_images_and_reports_unreported_errors() {
     use std::sync::atomic::Ordering;
     skip_unless_mountable!();
     let over = OverBroken::new(100);
@@ -515,11 +515,11 @@ fn a_flush_of_everything_covers_closed_images_and_tells_what_nobody_was_told() {
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(over.mount.try_flush().contains("Input/output error"));
-    assert!(over.mount.try_flush().contains("flushed"), "told once");
+    assert!(over.mount.try_flush().contains("flushed"), "reported once");
 }
 
 #[test]
-fn an_io_error_of_the_disk_reaches_those_who_sync_that_image_and_nobody_else() {
+fn an_io_error_of_the_disk_is_reported_to_syncs_of_that_image_only() {
     use std::sync::atomic::Ordering;
     skip_unless_mountable!();
     let over = OverBroken::new(600_000);
@@ -532,20 +532,20 @@ fn an_io_error_of_the_disk_reaches_those_who_sync_that_image_and_nobody_else() {
     assert_eq!((code(&writer), code(&other)), (Some(libc::EIO), None));
     let mut bytes = [0; 4096];
     beside.read_exact_at(&mut bytes, 8192).unwrap();
-    assert_eq!(bytes, [7; 4096], "what could not be written is not lost");
+    assert_eq!(bytes, [7; 4096], "the refused data is not lost");
     breaks.store(false, Ordering::SeqCst);
     bytes.fill(0);
-    assert_eq!(code(&writer), None, "it was told, and now the disk has it");
-    assert_eq!((code(&beside), code(&beside)), (Some(libc::EIO), None), "whoever else had it open is told, once");
+    assert_eq!(code(&writer), None, "the error was reported, and now the disk has the data");
+    assert_eq!((code(&beside), code(&beside)), (Some(libc::EIO), None), "the other open file reports it once");
     assert_eq!((code(&open("bad")), code(&other)), (None, None));
     File::open(mount.dir().join("bad")).unwrap().read_exact_at(&mut bytes, 8192).unwrap();
-    assert_eq!(bytes, [7; 4096], "the disk's own");
+    assert_eq!(bytes, [7; 4096], "the bytes on the disk");
 }
 
-/// Where the system refuses threads the mount serves in those it has. The limit stands for any that would: a thread's
-/// stack is address space.
+/// If the system refuses new threads, the mount serves with those it has. The test limits the address space, which
+/// thread stacks need.
 #[test]
-fn a_mount_goes_on_where_threads_are_refused() {
+fn a_mount_works_without_new_threads() {
     use rustix::process::{Pid, Resource, Rlimit, prlimit};
     use std::io::Read;
     use std::os::unix::net::UnixStream;
@@ -565,13 +565,13 @@ fn a_mount_goes_on_where_threads_are_refused() {
     let process = std::fs::read_to_string(format!("/proc/{}/status", mount.pid())).unwrap();
     let size = process.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
     limit(Some((size.trim().trim_end_matches(" kB").parse::<u64>().unwrap() + 1024) << 10));
-    // Stacks of threads that ended are used again, so the first ones may come through.
+    // Stacks of ended threads are reused, so the first connections may succeed.
     let connections: Vec<_> = (0..40).map(|_| UnixStream::connect(&socket).unwrap()).collect();
     let refused = connections.into_iter().filter(|mut connection| {
         connection.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         matches!(connection.read(&mut [0; 8]), Ok(0) | Err(_))
     });
-    assert!(refused.count() > 0, "the limit refuses nothing: the test means nothing");
+    assert!(refused.count() > 0, "the limit refuses nothing, so the test proves nothing");
     file.sync_all().unwrap();
     assert_eq!(std::fs::read(mount.dir().join("x")).unwrap()[4096 * 2046..][..4096], [7; 4096]);
     limit(None);
@@ -582,8 +582,8 @@ fn a_mount_goes_on_where_threads_are_refused() {
     assert!(mount.terminate().0);
 }
 
-/// The limit is raised at the start, so it takes one to be set later to run out. What waits for descriptors must leave
-/// the processor to those who give some back.
+/// The server raises its limit at the start, so the test sets a lower one later. A thread that waits for descriptors must
+/// not spin.
 #[test]
 fn a_mount_out_of_descriptors_waits_for_them_and_does_not_spin() {
     use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
@@ -594,7 +594,7 @@ fn a_mount_out_of_descriptors_waits_for_them_and_does_not_spin() {
     let socket = mount.base.path().join("nbd");
     mount.setup.nbd = Some(socket.clone());
     mount.start();
-    // Who answers has all descriptors that it starts with.
+    // Once it answers, the server has opened all descriptors of its start.
     File::create(mount.path("x")).unwrap();
     let pid = Pid::from_child(mount.child.as_ref().unwrap());
     let limit = |most| prlimit(Some(pid), Resource::Nofile, most).unwrap();
@@ -603,8 +603,8 @@ fn a_mount_out_of_descriptors_waits_for_them_and_does_not_spin() {
     let connect = |path: &std::path::Path| UnixStream::connect(path).unwrap();
     let connections: Vec<_> = (0..100).map(|_| connect(&socket)).chain([connect(&mount.socket())]).collect();
     let started = Instant::now();
-    // All but one of the numbers below the limit: a thread that waits in accept(2) has taken its number, but does not show
-    // it. Above the limit is what was opened before, by whoever started the test, too.
+    // All but one of the numbers below the limit: a thread that waits in accept(2) has reserved its number, which is not
+    // listed. Descriptors above the limit were opened before, some by the process that started the test.
     let all_taken = || {
         let open = std::fs::read_dir(format!("/proc/{}/fd", mount.pid())).unwrap().flatten();
         let numbers = open.filter_map(|entry| entry.file_name().to_str()?.parse::<u64>().ok());
@@ -614,7 +614,7 @@ fn a_mount_out_of_descriptors_waits_for_them_and_does_not_spin() {
         assert!(started.elapsed() < Duration::from_secs(120), "descriptors do not run out");
         std::thread::sleep(Duration::from_millis(1));
     }
-    // Hundredths of a second that the threads which take connections have spent.
+    // Processor time of the accepting threads, in hundredths of a second.
     let spent = || -> u64 {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", mount.pid())).unwrap().flatten();
         let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
@@ -628,12 +628,12 @@ fn a_mount_out_of_descriptors_waits_for_them_and_does_not_spin() {
     let before = spent();
     std::thread::sleep(Duration::from_secs(3));
     let after = spent();
-    assert!(all_taken(), "the limit was not reached: the test means nothing");
+    assert!(all_taken(), "the limit was not reached, so the test proves nothing");
     assert!(after - before < 60, "{} hundredths of 3 seconds", after - before);
     drop(connections);
     let status = || pagefold_disk::control::ask_status(&mount.socket());
     while status().is_err() {
-        assert!(started.elapsed() < Duration::from_secs(120), "no answer with descriptors to spare");
+        assert!(started.elapsed() < Duration::from_secs(120), "no answer although descriptors are free");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(mount.terminate().0);

@@ -1,6 +1,6 @@
-//! The worst days: the server is killed at any instant, with writers running and readers waiting.
+//! The server is killed at any instant, with writers running and readers waiting.
 //!
-//! A mount point that hangs would be the worst outcome; what a sync acknowledged and is not there, the second worst.
+//! The worst outcome would be a mount point that hangs, and the second worst the loss of a write that a sync acknowledged.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn the_process_that_serves() {
     common::serve_if_asked();
 }
 
-/// Runs `work` elsewhere; a mount that hangs must fail the test and not hang it.
+/// Runs `work` in another thread, so that a mount that hangs fails the test.
 #[track_caller]
 fn in_time<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = channel();
@@ -25,7 +25,7 @@ fn in_time<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'sta
     result.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|_| panic!("{what} hangs"))
 }
 
-/// Stops the server and waits until all its threads stand still: the signal only starts it.
+/// Stops the server and waits until all its threads are stopped, which takes a while after the signal.
 fn stop(mount: &Mount) {
     let pid = rustix::process::Pid::from_child(mount.child.as_ref().unwrap());
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
@@ -44,7 +44,7 @@ fn after_a_death_every_call_returns_and_the_mount_point_is_cleaned() {
     let mut mount = Mount::new(Setup::default());
     std::fs::write(mount.path("x"), vec![1; 1 << 20]).unwrap();
     let file = OpenOptions::new().read(true).write(true).open(mount.path("x")).unwrap();
-    // Calls under way when it dies: stop the process, let them wait, kill it.
+    // Calls under way at its death: stop the process, let the calls wait, kill it.
     stop(&mount);
     let waiting: Vec<_> = (0..4)
         .map(|n| {
@@ -66,7 +66,7 @@ fn after_a_death_every_call_returns_and_the_mount_point_is_cleaned() {
         let code = result.unwrap_err().raw_os_error();
         assert!(matches!(code, Some(libc::ECONNABORTED | libc::ENOTCONN)), "{code:?}");
     }
-    // Every later call says so at once.
+    // Every later call fails immediately.
     let (at, path) = (mount.at(), mount.path("x"));
     let codes = in_time("a later call", move || {
         let mut codes = vec![
@@ -81,18 +81,18 @@ fn after_a_death_every_call_returns_and_the_mount_point_is_cleaned() {
         codes
     });
     assert_eq!(codes, [Some(libc::ENOTCONN)]);
-    // The next mount takes the dead one away by itself.
+    // The next mount removes the dead one.
     mount.start();
     assert_eq!(std::fs::metadata(mount.path("x")).unwrap().len(), 1 << 20);
     mount.kill();
-    // And so does an unmount.
+    // An unmount does so, too.
     let at = mount.at();
     assert!(in_time("cleaning", move || pagefold_disk::mount::clean_stale(&at)).unwrap());
     assert!(!pagefold_disk::mount::is_mounted(&mount.at()));
 }
 
 #[test]
-fn however_it_dies_nobody_waits_for_ever() {
+fn no_call_waits_for_ever_after_any_kind_of_death() {
     skip_unless_mountable!();
     use rustix::process::Signal;
     let signals =
@@ -100,7 +100,7 @@ fn however_it_dies_nobody_waits_for_ever() {
     let mut mount = Mount::new(Setup::default());
     std::fs::write(mount.path("x"), vec![1; 1 << 20]).unwrap();
     for signal in signals {
-        // Callers of all kinds, at it all the time: some are under way when it comes.
+        // Callers of all kinds run all the time, so that some calls are under way at the signal.
         let threads: Vec<_> = (0..6)
             .map(|n| {
                 let (path, at) = (mount.path("x"), mount.at());
@@ -116,7 +116,7 @@ fn however_it_dies_nobody_waits_for_ever() {
                         _ => std::fs::write(at.join("y"), b"y"),
                     };
                     while call(&mut bytes).is_ok() {
-                        // After a clean unmount names are those of the empty directory below.
+                        // After a clean unmount the names are those of the empty directory below.
                         if !pagefold_disk::mount::is_mounted(&at) {
                             return;
                         }
@@ -128,8 +128,8 @@ fn however_it_dies_nobody_waits_for_ever() {
         let pid = rustix::process::Pid::from_child(mount.child.as_ref().unwrap());
         rustix::process::kill_process(pid, signal).unwrap();
         if matches!(signal, Signal::SEGV | Signal::BUS) {
-            // The standard library's handler lets the first one pass and waits for the instruction to fault again. One
-            // that comes while another waits is the same.
+            // The standard library's handler returns from the first signal and expects the instruction to fault again. A
+            // second signal that arrives while the first is pending is merged with it.
             let began = Instant::now();
             while mount.child.as_mut().unwrap().try_wait().unwrap().is_none() {
                 assert!(began.elapsed() < Duration::from_secs(60), "{signal:?} does not end it");
@@ -144,7 +144,7 @@ fn however_it_dies_nobody_waits_for_ever() {
         in_time("the server's end", move || child.wait().unwrap());
         let at = mount.at();
         in_time("cleaning", move || pagefold_disk::mount::clean_stale(&at)).unwrap();
-        // What a caller made in the empty directory below the mount is not ours.
+        // A caller may have created files in the empty directory below the mount.
         let _ = std::fs::remove_file(mount.path("y"));
         mount.start();
         assert_eq!(std::fs::metadata(mount.path("x")).unwrap().len(), 1 << 20, "after {signal:?}");
@@ -166,7 +166,7 @@ fn a_stopped_server_can_be_cut_off() {
     mount.kill();
 }
 
-/// What a writer puts into block `block` in its round `round`.
+/// The content of block `block` in round `round` of a writer.
 fn content(seed: u64, block: u64, round: u64) -> Vec<u8> {
     let mut bytes = vec![0; 4096];
     Random::new(seed ^ block.wrapping_mul(7919) ^ round.wrapping_mul(104_729)).fill(&mut bytes);
@@ -175,7 +175,7 @@ fn content(seed: u64, block: u64, round: u64) -> Vec<u8> {
 }
 
 #[test]
-fn killed_with_writers_running_it_keeps_all_that_was_synced() {
+fn all_synced_data_survives_a_kill_during_writes() {
     skip_unless_mountable!();
     const WRITERS: u64 = 3;
     const BLOCKS: u64 = 200;
@@ -183,7 +183,7 @@ fn killed_with_writers_running_it_keeps_all_that_was_synced() {
     let mut mount = Mount::new(Setup { flush_ms: 10, cache_mib: 8, ..Setup::default() });
     let mut synced_total = 0;
     for round in 0..12 {
-        // Each writer goes over its image in rounds and syncs after each; the last synced round is the promise.
+        // Each writer overwrites its image in rounds and syncs after each; the last synced round must survive.
         let promises: Vec<Arc<AtomicU64>> = (0..WRITERS).map(|_| Arc::new(AtomicU64::new(0))).collect();
         let threads: Vec<_> = (0..WRITERS)
             .map(|writer| {
@@ -206,7 +206,7 @@ fn killed_with_writers_running_it_keeps_all_that_was_synced() {
             })
             .collect();
         std::thread::sleep(Duration::from_millis(100 + random.below(400)));
-        // Read before the kill: what is promised now must be there.
+        // Read before the kill: these rounds must survive.
         let read = || -> Vec<u64> { promises.iter().map(|p| p.load(Ordering::SeqCst)).collect() };
         let began = Instant::now();
         while read().iter().sum::<u64>() < 2 && began.elapsed() < Duration::from_secs(30) {
@@ -239,6 +239,6 @@ fn killed_with_writers_running_it_keeps_all_that_was_synced() {
             std::fs::remove_file(mount.path(&format!("image{writer}"))).unwrap();
         }
     }
-    assert!(synced_total > 20, "only {synced_total} syncs: too few to mean anything");
+    assert!(synced_total > 20, "only {synced_total} syncs: too few to prove anything");
     println!("12 kills, {synced_total} synced passes of {BLOCKS} blocks kept");
 }

@@ -1,7 +1,7 @@
 //! Real guests: QEMU boots a distribution kernel with a busybox root and reads its disk through the mount.
 //!
 //! The images are independent copies; the host keeps one. With merging on, the guests' own copies and the host's
-//! become one physical frame: the kernel's page map says so.
+//! become one physical frame, which the kernel's page map shows.
 
 #[path = "../../../tests/common/boot.rs"]
 mod boot;
@@ -91,7 +91,7 @@ impl Drop for Guest {
     }
 }
 
-/// The kernel's same-page merging, put back as it was when this value goes.
+/// The kernel's same-page merging; dropping this restores its settings.
 struct Merging([(&'static str, String); 3]);
 
 impl Merging {

@@ -1,4 +1,4 @@
-//! A mount does what a directory does: names, attributes, data, locks, mappings; and its life has a clean end.
+//! A mount behaves as a directory: names, attributes, data, locks, mappings; and it ends cleanly.
 
 mod common;
 
@@ -36,7 +36,7 @@ fn names_and_attributes_are_those_of_the_directory() {
     assert_eq!(std::fs::read(at.join("link")).unwrap(), vec![7; 10_000]);
     assert_eq!(std::fs::read(at.join("sub/b")).unwrap(), b"");
 
-    // Everything the other way round: made through the mount, seen in the directory.
+    // The other direction: changed through the mount, visible in the directory.
     std::fs::create_dir(at.join("new")).unwrap();
     std::fs::write(at.join("new/c"), b"content").unwrap();
     std::fs::rename(at.join("new/c"), at.join("sub/d")).unwrap();
@@ -48,22 +48,22 @@ fn names_and_attributes_are_those_of_the_directory() {
     mount.flush();
     assert_eq!(std::fs::read(dir.join("e")).unwrap(), b"content");
     assert!(!dir.join("new").exists() && !dir.join("sub/d").exists());
-    // Of two names either may go first.
+    // Either of two names may be removed first.
     std::fs::hard_link(at.join("e"), at.join("e2")).unwrap();
     assert_eq!(std::fs::read(at.join("e")).unwrap(), b"content");
     std::fs::remove_file(at.join("e")).unwrap();
     assert_eq!(std::fs::read(at.join("e2")).unwrap(), b"content");
     std::fs::rename(at.join("e2"), at.join("e")).unwrap();
-    // A rename over another file gives its name away, not its content.
+    // A rename over another file replaces its name, not its content.
     std::fs::write(at.join("f"), b"other").unwrap();
     std::fs::rename(at.join("f"), at.join("e")).unwrap();
     assert_eq!(std::fs::read(at.join("e")).unwrap(), b"other");
 
-    // Times set are times kept, whatever is still to be written.
+    // Times that were set stay, even if blocks are still to be written.
     let mut file = File::create(at.join("g")).unwrap();
     file.write_all(&[1; 5000]).unwrap();
     let before = SystemTime::now() - Duration::from_secs(5);
-    assert!(file.metadata().unwrap().modified().unwrap() > before, "a write shows in the time at once");
+    assert!(file.metadata().unwrap().modified().unwrap() > before, "a write changes the time immediately");
     file.set_modified(old).unwrap();
     drop(file);
     mount.flush();
@@ -75,7 +75,7 @@ fn names_and_attributes_are_those_of_the_directory() {
 }
 
 #[test]
-fn an_open_file_outlives_its_name() {
+fn an_open_file_works_after_its_name_is_removed() {
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
     let mut file = OpenOptions::new().create_new(true).read(true).write(true).open(mount.path("x")).unwrap();
@@ -103,16 +103,16 @@ fn an_open_file_outlives_its_name() {
     again.read_exact_at(&mut byte, 0).unwrap();
     assert_eq!(byte, *b"B");
     drop(again);
-    // A new file of the name is a new file.
+    // A new file with the same name is another file.
     std::fs::write(mount.path("x"), b"new").unwrap();
     assert_eq!(std::fs::read(mount.path("x")).unwrap(), b"new");
     assert_eq!(file.metadata().unwrap().len(), 16);
 }
 
-/// A file that was replaced while it was open has no name any more: what is asked of it reaches itself, and never who
-/// has the name now, be it a link that leads out of the directory.
+/// A file that was replaced while it was open has no name. Calls on it reach that file, and never the file that has the name
+/// now, even if that is a link out of the directory.
 #[test]
-fn a_replaced_file_reaches_nobody_by_its_old_name() {
+fn calls_on_a_replaced_open_file_never_reach_its_replacement() {
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
     let at = mount.at();
@@ -141,10 +141,10 @@ fn a_replaced_file_reaches_nobody_by_its_old_name() {
     }
 }
 
-/// A directory below may be replaced by a link at any time, by whoever may write there: no call through the mount
-/// follows it, also for names the kernel knows already.
+/// Another program may replace a subdirectory by a link at any time: no call through the mount follows it, not even for
+/// names that the kernel knows already.
 #[test]
-fn a_directory_that_became_a_link_leads_nobody_out() {
+fn a_directory_that_became_a_link_is_never_followed() {
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
     let outside = tempfile::tempdir_in("/var/tmp").unwrap();
@@ -167,7 +167,7 @@ fn a_directory_that_became_a_link_leads_nobody_out() {
     assert!(rustix::fs::renameat(&sub, "b", &sub, "c").is_err());
     assert!(rustix::fs::mkdirat(&sub, "new", Mode::RWXU).is_err());
     assert!(rustix::fs::symlinkat("a", &sub, "new").is_err());
-    // Which may still reach the one it was meant for, while the mount has that open.
+    // This call may still reach the file that it is meant for, while the mount has it open.
     let _ = rustix::fs::chmodat(&sub, "a", Mode::RWXU, AtFlags::empty());
     assert_ne!(outside.path().join("a").metadata().unwrap().mode() & 0o7777, 0o700);
     let mut names: Vec<_> =
@@ -178,7 +178,7 @@ fn a_directory_that_became_a_link_leads_nobody_out() {
 }
 
 #[test]
-fn an_image_is_known_by_its_path() {
+fn an_image_is_named_by_its_path() {
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
     std::fs::create_dir(mount.path("sub")).unwrap();
@@ -190,9 +190,9 @@ fn an_image_is_known_by_its_path() {
     }
 }
 
-/// Names, links and modes that change through the mount are its own doing: no image loses its blocks for it, open or not.
+/// Changes of names, links and modes through the mount are not external: no image loses its blocks, open or not.
 #[test]
-fn what_is_renamed_through_the_mount_stays_cached() {
+fn an_image_that_is_renamed_through_the_mount_stays_cached() {
     use rustix::fs::RenameFlags;
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
@@ -269,7 +269,7 @@ fn shell(mount: &Mount, user: u32, line: &str) {
 }
 
 #[test]
-fn a_new_file_has_the_mode_that_its_maker_asked_for() {
+fn a_new_file_has_the_requested_mode() {
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
     shell(
@@ -282,9 +282,9 @@ fn a_new_file_has_the_mode_that_its_maker_asked_for() {
     assert_eq!(["all", "dir", "read", "none", "some"].map(mode), [0o666, 0o777, 0o444, 0, 0o640]);
 }
 
-/// Who mounts as a plain user may make files that he cannot open again, as everywhere.
+/// An unprivileged user may create a file with a mode that forbids opening it again, as in any directory.
 #[test]
-fn a_plain_user_writes_the_read_only_file_he_makes() {
+fn an_unprivileged_user_can_write_to_a_new_read_only_file() {
     skip_unless_mountable!();
     const NOBODY: u32 = 65534;
     if !common::has("fusermount3") {
@@ -317,7 +317,7 @@ fn locks_and_mappings_work() {
     drop(a);
     rustix::fs::flock(&b, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
 
-    // A shared mapping, from another program: writes through it arrive, and a write past it shows in it.
+    // A shared mapping in another program: its writes reach the file, and a write call is visible in it.
     if !common::has("python3") {
         println!("SKIPPED: the mapping part needs python3");
         return;
@@ -332,7 +332,7 @@ fn locks_and_mappings_work() {
 }
 
 #[test]
-fn holes_and_reserved_space_are_the_files_own() {
+fn holes_and_reserved_space_are_those_of_the_file() {
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
     let file = OpenOptions::new().create_new(true).read(true).write(true).open(mount.path("sparse")).unwrap();
@@ -355,7 +355,7 @@ fn holes_and_reserved_space_are_the_files_own() {
 }
 
 #[test]
-fn zeroed_ranges_keep_and_get_their_space_and_punched_ones_give_it_back() {
+fn zeroed_ranges_have_disk_space_and_punched_ones_have_none() {
     use rustix::fs::{FallocateFlags as How, fallocate};
     skip_unless_mountable!();
     let mount = Mount::new(Setup::default());
@@ -373,13 +373,13 @@ fn zeroed_ranges_keep_and_get_their_space_and_punched_ones_give_it_back() {
     let bytes = std::fs::read(mount.dir().join("x")).unwrap();
     assert!(bytes[..100] == [7; 100] && bytes[100..(4 << 20) - 100].iter().all(|&byte| byte == 0));
     assert!(bytes[(4 << 20) - 100..] == [7; 100]);
-    // Beyond the end, with the size as it is.
+    // Beyond the end, without a change of size.
     fallocate(&file, How::ZERO_RANGE | How::KEEP_SIZE, 0, 8 << 20).unwrap();
     assert!(kib() >= 8192 && file.metadata().unwrap().len() == 4 << 20, "{} KiB", kib());
     fallocate(&file, How::PUNCH_HOLE | How::KEEP_SIZE, 0, 8 << 20).unwrap();
-    // The cache clears what lies inside the size.
+    // The cache clears the part inside the size.
     assert!(kib() <= 4096 + 64, "{} KiB", kib());
-    // Where there was a hole, too.
+    // Also for a hole.
     fallocate(&file, How::ZERO_RANGE, 0, 4 << 20).unwrap();
     assert!(kib() >= 8192, "{} KiB", kib());
 }
@@ -402,7 +402,7 @@ fn equal_images_are_in_memory_once_and_the_status_says_so() {
     assert_eq!(status.images.len(), 3);
     assert_eq!(status.images[1].shared_bytes, 8 << 20);
     assert!(status.images[0].direct_io || !status.images[0].open);
-    // The process's own memory agrees.
+    // The process's resident memory agrees.
     let process = std::fs::read_to_string(format!("/proc/{}/status", mount.pid())).unwrap();
     let anonymous = process.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
     let kib: u64 = anonymous.trim().trim_end_matches(" kB").parse().unwrap();
@@ -410,7 +410,7 @@ fn equal_images_are_in_memory_once_and_the_status_says_so() {
 }
 
 #[test]
-fn fingerprints_spare_reads_after_a_restart_and_are_dropped_when_an_image_changed() {
+fn fingerprints_save_reads_after_a_restart_and_are_dropped_if_an_image_changed() {
     skip_unless_mountable!();
     let mut mount = Mount::new(Setup::default());
     mount.terminate();
@@ -434,10 +434,10 @@ fn fingerprints_spare_reads_after_a_restart_and_are_dropped_when_an_image_change
     assert_eq!((status.io_saved_bytes, status.disk_read_bytes), (4 << 20, 4 << 20));
     assert!(mount.terminate().0);
 
-    // b is changed while nobody looks: its file is stale, and the new bytes are read.
+    // b is changed while it is not mounted: its file is stale, and the new bytes are read.
     data[1 << 20] ^= 1;
     std::fs::write(mount.dir().join("b"), &data).unwrap();
-    // And the one of a is damaged.
+    // The fingerprint file of a is damaged.
     for entry in std::fs::read_dir(mount.base.path().join("fp")).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|e| e == "fp") {
@@ -483,7 +483,8 @@ fn sigterm_writes_everything_and_unmounts() {
     assert!(!pagefold_disk::mount::is_mounted(&mount.at()));
     assert!(std::fs::read(mount.dir().join("x")).unwrap() == data);
 
-    // With a file open the name goes at once, the process after the grace, the data to the disk in any case.
+    // With an open file the mount point is freed immediately, the process ends after the grace time, and the data is written
+    // in any case.
     mount.start();
     let open = OpenOptions::new().write(true).open(mount.path("x")).unwrap();
     open.write_all_at(b"late", 0).unwrap();
@@ -494,9 +495,9 @@ fn sigterm_writes_everything_and_unmounts() {
     assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
 }
 
-/// The kernel keeps what is written to a mapping until somebody syncs it, or the last one lets go of the file.
+/// The kernel keeps data written to a mapping until a sync, or until the last user closes the file.
 #[test]
-fn sigterm_writes_what_was_written_to_a_mapping_that_stays() {
+fn sigterm_writes_the_data_of_a_mapping_that_stays() {
     use std::process::{Command, Stdio};
     skip_unless_mountable!();
     if !common::has("python3") {

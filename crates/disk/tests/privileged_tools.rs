@@ -1,5 +1,5 @@
 //! Real programs on a mount: fio with verification, qemu-img and qemu-io, a loop device with ext4, NBD clients, and
-//! random operations in the manner of fsx against a model.
+//! random operations, as fsx does them, against a model.
 
 mod common;
 
@@ -17,7 +17,7 @@ fn text(path: &Path) -> String {
 }
 
 #[test]
-fn fio_finds_what_it_wrote() {
+fn fio_verifies_its_writes() {
     skip_unless_mountable!();
     if !has("fio") {
         println!("SKIPPED: needs fio");
@@ -41,7 +41,7 @@ fn fio_finds_what_it_wrote() {
         }
         args.extend_from_slice(more);
         run("fio", &args);
-        // Once more from what is on the disk: verified after everything was written back.
+        // Once more after everything was written back.
         mount.flush();
     }
 }
@@ -73,7 +73,7 @@ fn qemu_img_and_qemu_io_work_on_mounted_images() {
         expected[1 << 20..(1 << 20) + (300 << 10)].fill(0x55);
         expected[2 << 20..(2 << 20) + (64 << 10)].fill(0);
         assert!(std::fs::read(&back).unwrap() == expected, "cache={cache}");
-        // What was flushed is in the directory's own file.
+        // Flushed data is in the directory's file.
         mount.flush();
         run("qemu-img", &["compare", "-f", "raw", "-F", "qcow2", &text(&back), &text(&mount.dir().join("disk.qcow2"))]);
     }
@@ -99,7 +99,7 @@ fn nbd_clients_read_write_and_flush() {
     let listed = run("qemu-img", &["info", &url("a.raw")]);
     assert!(listed.contains("5 MiB"), "{listed}");
     run("qemu-img", &["compare", &url("a.raw"), &text(&mount.path("b.raw"))]);
-    assert!(mount.status().memory_saved_bytes >= 4 << 20, "one content, whichever way it is read");
+    assert!(mount.status().memory_saved_bytes >= 4 << 20, "shared, whether it is read through the mount or NBD");
     let commands =
         ["write -P 7 4k 8k", "write -f -P 8 100k 1k", "discard 1M 64k", "write -z 2M 64k", "flush", "read -P 7 4k 8k"];
     let url_b = url("b.raw");
@@ -107,7 +107,7 @@ fn nbd_clients_read_write_and_flush() {
     commands.iter().for_each(|command| args.extend(["-c", *command]));
     args.push(&url_b);
     run("qemu-io", &args);
-    // Flushed, so the directory's own file has it: not through the mount.
+    // Flushed, so the directory's file has it: read without the mount.
     data[4096..12288].fill(7);
     data[102_400..103_424].fill(8);
     data[1 << 20..(1 << 20) + (64 << 10)].fill(0);
@@ -117,7 +117,7 @@ fn nbd_clients_read_write_and_flush() {
     std::os::unix::fs::symlink(mount.base.path(), mount.dir().join("link")).unwrap();
     for name in ["../outside", "link/outside"] {
         let missing = std::process::Command::new("qemu-img").args(["info", &url(name)]).output().unwrap();
-        assert!(!missing.status.success(), "nothing outside of the directory: {name}");
+        assert!(!missing.status.success(), "a name outside the directory is refused: {name}");
     }
     assert!(mount.terminate().0);
 }
@@ -162,7 +162,7 @@ fn a_loop_device_carries_ext4() {
             std::fs::remove_file(inside.join("one")).unwrap();
         }
         assert!(std::fs::read(inside.join("two")).unwrap() == data);
-        // What a test beside this one starts has a copy of each descriptor of ours until it is another program.
+        // A process that another test has just forked has a copy of each descriptor until its exec.
         let began = std::time::Instant::now();
         let mut umount = std::process::Command::new("umount");
         umount.arg(&mounted.0);
@@ -174,11 +174,11 @@ fn a_loop_device_carries_ext4() {
     }
     drop(device);
     mount.flush();
-    // The directory's file is a whole file system too.
+    // The directory's file contains the whole file system, too.
     run("fsck.ext4", &["-fn", &text(&mount.dir().join("disk"))]);
 }
 
-/// In the manner of fsx: one file, random operations of all kinds, the whole content known.
+/// As fsx does: one file, random operations of all kinds, with a model of the whole content.
 #[test]
 fn random_operations_through_the_mount_match_a_model() {
     skip_unless_mountable!();
@@ -237,7 +237,7 @@ fn random_operations_through_the_mount_match_a_model() {
             }
             94..98 => file = open(&mount, false),
             98 => {
-                // Direct, aligned, with a handle of its own.
+                // Direct and aligned, with another handle.
                 let direct = open(&mount, true);
                 let mut aligned = vec![0; 3 * 4096];
                 let skip = aligned.as_ptr().align_offset(4096);

@@ -1,26 +1,25 @@
-//! Adoption: a successor takes the arena of a dead owner over.
+//! Adoption: a successor takes over the arena of a dead owner.
 //!
-//! There is no index in the arena to trust or to repair. The page words are
-//! the truth; one walk over the leaves finds every content that is wanted,
-//! counts its references, marks its slot, and enters it into the indexes. What
-//! no word names was being written or freed when the owner died, and is free.
-//! A word that names something that cannot be a content is replaced by "lost":
-//! its page answers with an error, never with wrong bytes.
+//! The arena has no index that must be trusted or repaired. One walk over the
+//! leaves finds every content that a page word names, counts its references,
+//! marks its slot, and enters it into the indexes. A slot that no word names
+//! was being written or freed when the owner died, and is free. A word that
+//! cannot name a content is replaced by "lost": loads of its page fail, and
+//! never return wrong bytes.
 //!
-//! This file reads bytes that anybody may have written: every number is
-//! checked before it is used. It is fuzzed (`fuzz/fuzz_targets/tier_adopt.rs`).
+//! The file may hold any bytes: every number is checked before it is used. It is fuzzed (`fuzz/fuzz_targets/tier_adopt.rs`).
 
 use crate::arena::Arena;
+use crate::backing_file::{Backing, SEGMENT_BYTES};
 use crate::codec::Codec;
 use crate::config::Config;
 use crate::error::AdoptError;
-use crate::index::Region;
 use crate::layout::{
     self, DICTIONARIES, LEAF_PAGES, LEAVES_PER_SLAB, MAGIC, PATCHES_SHIFT, RECORD_CLUSTER, Shown, record_pages,
     split_key, superblock,
 };
+use crate::page_directory::ClientPages;
 use crate::tier::Tier;
-use crate::writeback::{Backing, SEGMENT_BYTES};
 use pagefold_os::fd::Fd;
 use pagefold_os::procfs::start_time_of_running;
 use pagefold_os::sync::write;
@@ -32,17 +31,17 @@ use std::sync::atomic::Ordering;
 /// What an adoption found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Adopted {
-    /// Pages that are here.
+    /// Pages that the tier holds.
     pub pages: u64,
-    /// Contents that they show.
+    /// Their contents.
     pub contents: u64,
-    /// Regions that they belong to.
-    pub regions: u64,
-    /// Pages whose content cannot be one: lost.
+    /// Their clients.
+    pub clients: u64,
+    /// Pages with a word that does not name a valid content: lost.
     pub pages_lost: u64,
 }
 
-/// A region being put together.
+/// The leaves and the record found for one client.
 #[derive(Default)]
 struct Found {
     pages: u64,
@@ -51,12 +50,12 @@ struct Found {
 }
 
 impl Tier {
-    /// Takes over the arena `fd` of a dead owner, with the file that it wrote back to if it had one.
+    /// Adopts the arena `fd` of a dead owner, with its backing file if it had one.
     ///
-    /// Limit and key come from the arena, everything else from `config`.
+    /// Limit and key come from the arena, all other settings from `config`.
     ///
     /// # Errors
-    /// It is no arena of this version, its owner is alive, or the kernel gives no memory.
+    /// It is not an arena of this version, its owner is alive, or the kernel refuses memory.
     pub fn adopt(fd: Fd, backing: Option<Box<dyn Backing>>, config: Config) -> Result<(Tier, Adopted), AdoptError> {
         let mut arena = Arena::open(fd)?;
         let word = |arena: &Arena, at: usize| arena.word(at).load(Ordering::Acquire);
@@ -79,33 +78,33 @@ impl Tier {
         {
             return Err(AdoptError::OwnerAlive { pid });
         }
-        let tier = Tier::over(arena, Config { bytes_max, key, ..config }, backing);
+        let tier = Tier::with_arena(arena, Config { bytes_max, key, ..config }, backing);
         if tier.superblock_check() != check {
             return Err(AdoptError::Format("checksum"));
         }
         if crate::arena::slabs_for(bytes_max.min(1 << 40)) != tier.arena.slabs() {
             return Err(AdoptError::Format("length"));
         }
-        // The newest dictionary is loaded last and used for what comes.
+        // The newest dictionary is loaded last, and used for new contents.
         for number in 1..=DICTIONARIES {
             tier.load_dictionary(number);
         }
         let adopted = tier.rebuild()?;
-        tier.own();
+        tier.set_owner();
         Ok((tier, adopted))
     }
 
     fn rebuild(&self) -> Result<Adopted, AdoptError> {
         let mut adopted = Adopted::default();
         let leaves = self.find_leaves();
-        let mut regions: HashMap<u32, Found> = HashMap::new();
+        let mut clients: HashMap<u32, Found> = HashMap::new();
         for (key, leaf) in leaves {
-            let (region, cluster) = split_key(key);
+            let (client, cluster) = split_key(key);
             if cluster == RECORD_CLUSTER {
                 let pages = record_pages(self.arena.leaf(leaf)[0].load(Ordering::Relaxed));
                 if pages.is_some() {
                     self.arena.adopt_leaf(leaf);
-                    regions.entry(region).or_default().record = pages.map(|pages| (pages, leaf));
+                    clients.entry(client).or_default().record = pages.map(|pages| (pages, leaf));
                 } else {
                     self.clear_leaf(leaf);
                 }
@@ -131,7 +130,7 @@ impl Tier {
                 continue;
             }
             self.arena.adopt_leaf(leaf);
-            let found = regions.entry(region).or_default();
+            let found = clients.entry(client).or_default();
             found.pages += held;
             found.leaves.push((cluster, leaf));
             adopted.pages += held;
@@ -140,29 +139,29 @@ impl Tier {
         if let Some(disk) = &self.disk {
             disk.finish_adoption();
         }
-        adopted.regions = regions.len() as u64;
+        adopted.clients = clients.len() as u64;
         adopted.contents = self.counters.contents.load(Ordering::Relaxed);
         self.counters.pages.store(adopted.pages, Ordering::Relaxed);
-        let mut map = write(&self.regions);
-        for (id, found) in regions {
+        let mut map = write(&self.clients);
+        for (id, found) in clients {
             let inside =
                 |pages: u64| found.leaves.iter().all(|(cluster, _)| *cluster < pages.div_ceil(LEAF_PAGES as u64));
-            // A length that the pages contradict is not believed.
+            // A recorded length that is shorter than the found pages is ignored.
             let pages = found.record.map(|(pages, _)| pages).filter(|pages| inside(*pages));
-            let region = Region::new(id, pages, &self.sparse).ok_or(AdoptError::Memory(Errno(libc::ENOMEM)))?;
+            let client = ClientPages::new(id, pages, &self.sparse).ok_or(AdoptError::Memory(Errno(libc::ENOMEM)))?;
             if let Some((_, leaf)) = found.record {
-                let _ = region.record.set(leaf);
+                let _ = client.record.set(leaf);
             }
             for (cluster, leaf) in found.leaves {
-                region.directory.set(cluster, leaf);
+                client.directory.set(cluster, leaf);
             }
-            region.stored.store(found.pages, Ordering::Relaxed);
-            map.insert(id, Arc::new(region));
+            client.stored.store(found.pages, Ordering::Relaxed);
+            map.insert(id, Arc::new(client));
         }
         Ok(adopted)
     }
 
-    /// The leaves with a key, each key once.
+    /// Finds the leaves that have a key, one for each key.
     fn find_leaves(&self) -> Vec<(u64, u32)> {
         let mut leaves = Vec::new();
         for slab in self.arena.leaf_slabs() {
@@ -172,13 +171,13 @@ impl Tier {
                 if split_key(key).0 != 0 {
                     leaves.push((key, leaf));
                 } else {
-                    // Words without a key belong to a leaf that was being made.
+                    // Words without a key belong to a leaf that was being created.
                     self.clear_leaf(leaf);
                 }
             }
         }
         leaves.sort_unstable();
-        // No owner writes a key twice; if somebody did, the first one counts.
+        // An owner never writes a key twice; in a hostile file the first one counts.
         let mut last = None;
         leaves.retain(|(key, leaf)| {
             let first = last.replace(*key) != Some(*key);
@@ -190,7 +189,7 @@ impl Tier {
         leaves
     }
 
-    /// Makes a leaf ready to be given again; writes only where something is, so that holes stay holes.
+    /// Clears a leaf for reuse. Writes only to non-zero words, so that holes in the file stay holes.
     fn clear_leaf(&self, leaf: u32) {
         let words = std::iter::once(self.arena.leaf_key(leaf)).chain(self.arena.leaf(leaf));
         for word in words.filter(|word| word.load(Ordering::Relaxed) != 0) {
@@ -198,7 +197,7 @@ impl Tier {
         }
     }
 
-    /// Counts a reference to a content, marking it on the first; false if there can be none.
+    /// Counts a reference to a content, and marks its slot for the first one; false if `at` cannot be a content.
     fn adopt_content(&self, at: u64) -> bool {
         if !self.arena.is_slot(at, 0) {
             return false;
@@ -218,7 +217,7 @@ impl Tier {
             return false;
         }
         let in_file = |offset: u64| {
-            let fits = |disk: &crate::writeback::Disk| {
+            let fits = |disk: &crate::backing_file::Disk| {
                 let end = offset.checked_add(len as u64);
                 end.is_some_and(|end| end <= disk.end())
                     && offset % SEGMENT_BYTES as u64 + len as u64 <= SEGMENT_BYTES as u64
@@ -234,7 +233,7 @@ impl Tier {
                 let meta = self.meta(base as usize);
                 !meta.is_on_disk() && meta.codec != Codec::Patch as u8
             };
-            // The base is counted once per patch, not once per page.
+            // The base gets one reference per patch, not per page.
             if !is_base {
                 return false;
             }
@@ -247,11 +246,11 @@ impl Tier {
         }
         let words = self.arena.words();
         if self.arena.adopt_content(at) {
-            // The first reference, of tick 0, no patches: what the dead owner counted is void.
+            // One reference, tick 0, no patches: the dead owner's counts are discarded.
             words[at + 2].store(1, Ordering::Relaxed);
             self.count_content(meta, 1);
             if let Some(disk) = self.disk.as_ref().filter(|_| meta.is_on_disk()) {
-                disk.keep(self.payload_word(at), len);
+                disk.add_live(self.payload_word(at), len);
             }
             self.contents.shard(words[at].load(Ordering::Relaxed), words).insert(at);
         } else {

@@ -1,15 +1,15 @@
 //! The arena: slabs of size-class slots in a memory file that outlives its owner.
 //!
-//! Nothing but the page words, the slab table and the contents is kept in the
-//! file; which slots are free is known to the owner only (one bit per slot)
-//! and found again by whoever adopts the file. Memory is asked from the kernel
-//! before it is touched, 16 KiB at a time, so that "no memory" is an error here
-//! and never a SIGBUS there; an empty slab goes back by punching a hole. Who
-//! takes a slot close to the end of a slab's memory asks for the next piece,
-//! when he has let go of the class: others find it there.
+//! The file holds only the page words, the slab table and the contents. Which
+//! slots are free is known to the owner (one bit per slot), and a successor
+//! finds it again. Memory is requested from the kernel before it is touched,
+//! 16 KiB at a time, so that a shortage is an error here and never a SIGBUS
+//! later. An empty slab is freed by punching a hole. A thread that takes a slot
+//! close to the end of a slab's memory requests the next piece after it has
+//! unlocked the class, so that later threads need not wait for it.
 //!
-//! All words are atomics: readers may look at a slot that is being given away.
-//! What they saw counts only after the check in [`crate::tier`].
+//! All words are atomics: a reader may read a slot that is being reused. What
+//! it read counts only after the version check in [`crate::tier`].
 
 use crate::error::{AdoptError, CreateError};
 use crate::layout::{
@@ -24,9 +24,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
-/// Bytes asked from the kernel at once.
+/// Bytes requested from the kernel at a time.
 const STEP_BYTES: usize = 16 * 1024;
-/// With fewer free bytes than that behind a slot more are asked for at once.
+/// If fewer bytes of a slab's memory are left after a slot, the next piece is requested.
 const AHEAD_BYTES: usize = 6 * 1024;
 
 /// Why there is no slot.
@@ -34,14 +34,16 @@ const AHEAD_BYTES: usize = 6 * 1024;
 pub(crate) enum NoSlot {
     /// The limit is reached.
     Full,
-    /// The kernel refused.
+    /// The kernel refused memory.
     Kernel(Errno),
 }
 
-/// Who asks: the cleaner may go beyond the limit by a reserve, because what it takes makes room.
+/// Whether an allocation may exceed the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purse {
-    Store,
+pub(crate) enum ReserveClass {
+    /// Stays within the limit.
+    Normal,
+    /// May exceed the limit by a reserve: for leaves, and for the cleaner, which frees more than it allocates.
     Reserve,
 }
 
@@ -50,17 +52,17 @@ pub(crate) enum Purse {
 struct Slab {
     used_bits: Vec<u64>,
     used: usize,
-    /// No free slot lies below this one.
+    /// All slots below this one are used.
     hint: usize,
-    /// Bytes given by the kernel, from the start.
+    /// Bytes with memory, from the slab's start.
     backed: usize,
-    /// Being emptied: gives no slots.
+    /// Being emptied: no slot is allocated from it.
     draining: bool,
-    /// Somebody asks for more memory for it: it must not go back meanwhile.
+    /// A thread is requesting more memory for it, so it must not be freed.
     growing: bool,
 }
 
-/// A piece of memory that is asked for, and counted as held.
+/// A piece of memory that is being requested. It is counted as held.
 struct Growth {
     slab: usize,
     from: usize,
@@ -72,7 +74,7 @@ impl Slab {
         Slab { used_bits: vec![0; slots.div_ceil(64)], used: 0, hint: 0, backed: 0, draining: false, growing: false }
     }
 
-    /// Marks the slot used; false if it was.
+    /// Marks the slot used; false if it was already.
     fn take(&mut self, slot: usize) -> bool {
         let bit = 1 << (slot % 64);
         let free = self.used_bits[slot / 64] & bit == 0;
@@ -100,7 +102,7 @@ impl Slab {
 struct Class {
     slabs: HashMap<usize, Slab>,
     current: Option<usize>,
-    /// (slots used, slab) of the slabs with free slots, but for the current one and those being emptied.
+    /// (slots used, slab) of the slabs with free slots, without the current one and those being emptied.
     partial: BTreeSet<(usize, usize)>,
 }
 
@@ -110,7 +112,7 @@ struct FreeSlabs {
     next: usize,
 }
 
-/// Bytes by what they are, for the reports.
+/// Bytes by use, for the reports.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ArenaUsage {
     pub held: u64,
@@ -132,7 +134,7 @@ pub(crate) struct Arena {
     free_slabs: Mutex<FreeSlabs>,
     /// The size classes, then the leaves.
     classes: [Mutex<Class>; CLASSES + 1],
-    /// Test hook: error number that asking the kernel for memory returns, 0 for none.
+    /// Test hook: the error number of requests for kernel memory, 0 for none.
     pub(crate) fail_backing: AtomicI32,
 }
 
@@ -143,19 +145,19 @@ const fn slots_of(class: usize) -> usize {
     if class == LEAVES { LEAVES_PER_SLAB } else { slots_per_slab(class) }
 }
 
-/// First byte of the slab behind `slot` that needs no memory for it: leaf slabs have all or none.
+/// The end of the memory that `slot` needs, from the slab's start. A leaf slab needs all of it.
 const fn slot_end(class: usize, slot: usize) -> usize {
     if class == LEAVES { SLAB_BYTES } else { (slot + 1) * CLASS_BYTES[class] }
 }
 
-/// Slabs of an arena that may hold `bytes_max`: a quarter more for the moment of moving, and the fixed part.
+/// Slabs of an arena that may hold `bytes_max`: a quarter more for contents that are being moved, and the fixed part.
 pub(crate) fn slabs_for(bytes_max: u64) -> usize {
     let slabs = (bytes_max + bytes_max / 4).div_ceil(SLAB_BYTES as u64) as usize + 2 * CLASSES;
     slabs + first_slab(slabs)
 }
 
 impl Arena {
-    /// Makes the memory file.
+    /// Creates the memory file.
     pub(crate) fn create(bytes_max: u64) -> Result<Arena, CreateError> {
         if !(4 << 20..=200 << 30).contains(&bytes_max) {
             return Err(CreateError::Size { bytes: bytes_max });
@@ -166,32 +168,32 @@ impl Arena {
         pagefold_os::memfd::set_mode(&fd, 0o600).map_err(CreateError::Memory)?;
         let seals = pagefold_os::memfd::SEAL_SHRINK | pagefold_os::memfd::SEAL_GROW;
         pagefold_os::memfd::add_seals(&fd, seals).map_err(CreateError::Memory)?;
-        let arena = Arena::over(fd, slabs, bytes_max).map_err(CreateError::Memory)?;
-        arena.back(0, STEP_BYTES).map_err(CreateError::Memory)?;
-        arena.back(TABLE_WORD, slabs * 8).map_err(CreateError::Memory)?;
+        let arena = Arena::map(fd, slabs, bytes_max).map_err(CreateError::Memory)?;
+        arena.allocate_range(0, STEP_BYTES).map_err(CreateError::Memory)?;
+        arena.allocate_range(TABLE_WORD, slabs * 8).map_err(CreateError::Memory)?;
         Ok(arena)
     }
 
-    /// Maps a file that somebody else made; its content is checked by the caller.
+    /// Maps a predecessor's file; the caller checks its content.
     pub(crate) fn open(fd: Fd) -> Result<Arena, AdoptError> {
         let seals = pagefold_os::memfd::seals(&fd).map_err(|_| AdoptError::Format("not a memory file"))?;
         if seals & pagefold_os::memfd::SEAL_SHRINK == 0 {
-            return Err(AdoptError::Format("not sealed: it could shrink under us"));
+            return Err(AdoptError::Format("not sealed against shrinking"));
         }
         let (len, _) = pagefold_os::memfd::len_and_inode(fd.raw()).map_err(AdoptError::Memory)?;
         let slabs = (len / SLAB_BYTES as u64) as usize;
         if len % SLAB_BYTES as u64 != 0 || !(first_slab(slabs) + 1..=SLABS_MAX).contains(&slabs) {
             return Err(AdoptError::Format("length"));
         }
-        Arena::over(fd, slabs, 0).map_err(AdoptError::Memory)
+        Arena::map(fd, slabs, 0).map_err(AdoptError::Memory)
     }
 
-    fn over(fd: Fd, slabs: usize, bytes_max: u64) -> Result<Arena, Errno> {
+    fn map(fd: Fd, slabs: usize, bytes_max: u64) -> Result<Arena, Errno> {
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let map = Mapping::file(fd.raw(), 0, slabs * SLAB_BYTES, prot, libc::MAP_SHARED | libc::MAP_NORESERVE)?;
         for advice in [libc::MADV_DONTDUMP, libc::MADV_DONTFORK] {
-            // SAFETY: the advice changes nothing that the range reads. Other people's memory has no place in a core
-            // dump of ours, and a child of ours no business with it; a kernel that refuses does no harm.
+            // SAFETY: the advice does not change the bytes of the range. Clients' memory must not be in a core dump of
+            // this process, and a child does not need it; a refusal is harmless.
             let _ = unsafe { pagefold_os::mem::advise(map.addr(), map.len() as u64, advice) };
         }
         Ok(Arena {
@@ -221,7 +223,7 @@ impl Arena {
         self.slabs
     }
 
-    /// Bytes that the kernel gave.
+    /// Bytes of memory held.
     pub(crate) fn held(&self) -> u64 {
         self.held.load(Ordering::Relaxed)
     }
@@ -234,8 +236,8 @@ impl Arena {
     /// All words.
     pub(crate) fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping is readable and writable, aligned to a page, `slabs * SLAB_WORDS` words long, and lives
-        // as long as `self`. The file is sealed against shrinking, so no access meets SIGBUS for want of a file page.
-        // Whoever else maps the file may write it: the words are atomics and every value of a word is valid.
+        // as long as `self`. The file is sealed against shrinking, so no access lies beyond its end. Another process that
+        // maps the file may write to it: the words are atomics, and every value of a word is valid.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().cast::<AtomicU64>(), self.slabs * SLAB_WORDS) }
     }
 
@@ -255,25 +257,25 @@ impl Arena {
         &self.words()[at..at + LEAF_PAGES]
     }
 
-    /// Gives a leaf with key and words 0.
-    pub(crate) fn new_leaf(&self, purse: Purse) -> Result<u32, NoSlot> {
-        let (slab, slot) = self.take_slot(LEAVES, purse)?;
+    /// Allocates a leaf; its key and words are 0.
+    pub(crate) fn new_leaf(&self, reserve_class: ReserveClass) -> Result<u32, NoSlot> {
+        let (slab, slot) = self.take_slot(LEAVES, reserve_class)?;
         Ok((slab << 12 | slot) as u32)
     }
 
-    /// Takes a leaf back; its key and words are 0 again.
+    /// Frees a leaf; the caller has set its key and words to 0.
     pub(crate) fn free_leaf(&self, leaf: u32) {
         self.free_slot(LEAVES, (leaf >> 12) as usize, (leaf & 0xfff) as usize);
     }
 
-    /// Gives a slot for a header and `payload` bytes: its word offset.
-    pub(crate) fn new_content(&self, payload: usize, purse: Purse) -> Result<usize, NoSlot> {
+    /// Allocates a slot for a header and `payload` bytes; returns its word offset.
+    pub(crate) fn new_content(&self, payload: usize, reserve_class: ReserveClass) -> Result<usize, NoSlot> {
         let class = class_of(HEADER_WORDS * 8 + payload);
-        let (slab, slot) = self.take_slot(class, purse)?;
+        let (slab, slot) = self.take_slot(class, reserve_class)?;
         Ok(slab * SLAB_WORDS + slot * (CLASS_BYTES[class] / 8))
     }
 
-    /// Takes the slot at word offset `at` back.
+    /// Frees the slot at word offset `at`.
     pub(crate) fn free_content(&self, at: usize) {
         let slab = at / SLAB_WORDS;
         if let Some(class) = self.class_of_slab(slab) {
@@ -281,7 +283,7 @@ impl Arena {
         }
     }
 
-    /// Class of the content slab `slab`; `None` if it is none.
+    /// Class of the content slab `slab`; `None` if it is not a content slab.
     pub(crate) fn class_of_slab(&self, slab: usize) -> Option<usize> {
         let word = self.words().get(TABLE_WORD + slab)?.load(Ordering::Acquire);
         let class = (word >> 8) as usize;
@@ -289,7 +291,7 @@ impl Arena {
             .then_some(class)
     }
 
-    /// True if `at` is the start of a slot of a content slab whose payload can have `payload` bytes.
+    /// Returns true if `at` is the start of a slot of a content slab that can hold `payload` bytes of payload.
     pub(crate) fn is_slot(&self, at: u64, payload: usize) -> bool {
         let Some(class) = usize::try_from(at).ok().and_then(|at| self.class_of_slab(at / SLAB_WORDS)) else {
             return false;
@@ -300,9 +302,9 @@ impl Arena {
             && HEADER_WORDS * 8 + payload <= CLASS_BYTES[class]
     }
 
-    fn take_slot(&self, index: usize, purse: Purse) -> Result<(usize, usize), NoSlot> {
+    fn take_slot(&self, index: usize, reserve_class: ReserveClass) -> Result<(usize, usize), NoSlot> {
         let mut class = lock(&self.classes[index]);
-        let (slab, slot) = self.take_slot_in(&mut class, index, purse)?;
+        let (slab, slot) = self.take_slot_in(&mut class, index, reserve_class)?;
         let growth = class.slabs.get_mut(&slab).and_then(|state| self.start_growing(index, state, slab, slot));
         drop(class);
         if let Some(growth) = growth {
@@ -311,11 +313,16 @@ impl Arena {
         Ok((slab, slot))
     }
 
-    fn take_slot_in(&self, class: &mut Class, index: usize, purse: Purse) -> Result<(usize, usize), NoSlot> {
+    fn take_slot_in(
+        &self,
+        class: &mut Class,
+        index: usize,
+        reserve_class: ReserveClass,
+    ) -> Result<(usize, usize), NoSlot> {
         let slots = slots_of(index);
         let slab = match class.current.filter(|slab| class.slabs.get(slab).is_some_and(|slab| slab.used < slots)) {
             Some(slab) => slab,
-            // The fullest first: the emptier ones may become empty.
+            // The fullest first, because emptier ones may become empty.
             None => match class.partial.pop_last() {
                 Some((_, slab)) => slab,
                 None => {
@@ -326,40 +333,40 @@ impl Arena {
             },
         };
         class.current = Some(slab);
-        let reserve = if purse == Purse::Reserve { (4 << 20) + self.bytes_max / 64 } else { 0 };
+        let reserve = if reserve_class == ReserveClass::Reserve { (4 << 20) + self.bytes_max / 64 } else { 0 };
         match self.take_slot_of(index, class.slabs.entry(slab).or_insert_with(|| Slab::new(slots)), slab, reserve) {
             Ok(slot) => Ok((slab, slot)),
             Err(error) => {
-                // No new memory: a free slot in memory that we have serves as well.
-                let has_room = |(_, slab): &&(usize, usize)| {
+                // No new memory: look for a free slot in memory that is held already.
+                let has_backed_slot = |(_, slab): &&(usize, usize)| {
                     let free =
                         class.slabs.get(slab).and_then(|state| state.first_free(slots).map(|slot| (state, slot)));
                     free.is_some_and(|(state, slot)| slot_end(index, slot) <= state.backed)
                 };
-                let (used, other) = *class.partial.iter().rev().find(has_room).ok_or(error)?;
+                let (used, other) = *class.partial.iter().rev().find(has_backed_slot).ok_or(error)?;
                 class.partial.remove(&(used, other));
                 class.current = Some(other);
-                self.put_back(class, index, slab);
+                self.file_slab(class, index, slab);
                 let state = class.slabs.get_mut(&other).ok_or(error)?;
                 Ok((other, self.take_slot_of(index, state, other, reserve)?))
             }
         }
     }
 
-    /// A slab is not the current one any more, or has got what it grew by.
-    fn put_back(&self, class: &mut Class, index: usize, slab: usize) {
+    /// Files a slab that is no longer the current one, or no longer growing: frees it if empty, else offers its free slots.
+    fn file_slab(&self, class: &mut Class, index: usize, slab: usize) {
         let Some(state) = class.slabs.get(&slab).filter(|state| class.current != Some(slab) && !state.growing) else {
             return;
         };
         if state.used == 0 {
             let backed = class.slabs.remove(&slab).map_or(0, |slab| slab.backed);
-            self.give_back(slab, backed);
+            self.release_slab(slab, backed);
         } else if state.used < slots_of(index) && !state.draining {
             class.partial.insert((state.used, slab));
         }
     }
 
-    /// Takes the first free slot of a slab, with memory behind it.
+    /// Takes the first free slot of a slab, and requests memory for it if needed.
     fn take_slot_of(&self, index: usize, state: &mut Slab, slab: usize, reserve: u64) -> Result<usize, NoSlot> {
         let slot = state.first_free(slots_of(index)).ok_or(NoSlot::Full)?;
         let end = slot_end(index, slot);
@@ -368,7 +375,7 @@ impl Arena {
             if self.held() + bytes as u64 > self.bytes_max + reserve {
                 return Err(NoSlot::Full);
             }
-            self.bring(slab * SLAB_BYTES + state.backed, bytes).map_err(NoSlot::Kernel)?;
+            self.populate(slab * SLAB_BYTES + state.backed, bytes).map_err(NoSlot::Kernel)?;
             self.held.fetch_add(bytes as u64, Ordering::Relaxed);
             state.backed += bytes;
         }
@@ -377,7 +384,7 @@ impl Arena {
         Ok(slot)
     }
 
-    /// What a slab shall grow by when `slot` was taken from it, if it is close to the end of its memory.
+    /// Decides whether a slab grows after `slot` was taken from it, because that slot is close to the end of its memory.
     fn start_growing(&self, index: usize, state: &mut Slab, slab: usize, slot: usize) -> Option<Growth> {
         let bytes = STEP_BYTES.min(SLAB_BYTES - state.backed);
         let close = slot_end(index, slot) + AHEAD_BYTES > state.backed;
@@ -389,22 +396,22 @@ impl Arena {
         Some(Growth { slab, from: state.backed, bytes })
     }
 
-    /// Asks for the memory, and has the slab have it; if there is none, who needs it will hear of that.
+    /// Requests the memory for the slab. If it is refused, a later allocation that needs it reports the error.
     fn grow(&self, index: usize, growth: &Growth) {
         let &Growth { slab, from, bytes } = growth;
-        let brought = self.bring(slab * SLAB_BYTES + from, bytes).is_ok();
+        let is_populated = self.populate(slab * SLAB_BYTES + from, bytes).is_ok();
         let mut class = lock(&self.classes[index]);
         let mut grown = 0;
         if let Some(state) = class.slabs.get_mut(&slab) {
             state.growing = false;
-            // Somebody may have needed a part of it before we were done.
-            if brought && from + bytes > state.backed {
+            // Another thread may have needed, and requested, a part of it meanwhile.
+            if is_populated && from + bytes > state.backed {
                 grown = from + bytes - state.backed;
                 state.backed += grown;
             }
         }
         self.held.fetch_sub((bytes - grown) as u64, Ordering::Relaxed);
-        self.put_back(&mut class, index, slab);
+        self.file_slab(&mut class, index, slab);
     }
 
     fn new_slab(&self, index: usize) -> Result<usize, NoSlot> {
@@ -418,7 +425,7 @@ impl Arena {
             None => return Err(NoSlot::Full),
         };
         let kind = if index == LEAVES { KIND_LEAVES } else { KIND_CONTENTS | (index as u64) << 8 };
-        // Before any slot of it is used: a successor that sees a page word sees the kind of the slab it names.
+        // Before any slot of it is used: a successor that sees a page word also sees the kind of the slab it names.
         self.word(TABLE_WORD + slab).store(kind, Ordering::Release);
         Ok(slab)
     }
@@ -432,47 +439,47 @@ impl Arena {
         state.used -= 1;
         state.hint = state.hint.min(slot);
         class.partial.remove(&(before, slab));
-        self.put_back(class, index, slab);
+        self.file_slab(class, index, slab);
     }
 
     /// Returns an empty slab to the kernel.
-    fn give_back(&self, slab: usize, backed: usize) {
+    fn release_slab(&self, slab: usize, backed: usize) {
         self.word(TABLE_WORD + slab).store(KIND_FREE, Ordering::Release);
         punch(&self.fd, (slab * SLAB_BYTES) as u64, SLAB_BYTES as u64);
         self.held.fetch_sub(backed as u64, Ordering::Relaxed);
         lock(&self.free_slabs).returned.push(slab);
     }
 
-    /// The error with which a test has the kernel refuse memory.
-    fn may_ask(&self) -> Result<(), Errno> {
+    /// Returns the error of the test hook, if it is set.
+    fn check_fail_hook(&self) -> Result<(), Errno> {
         match self.fail_backing.load(Ordering::Relaxed) {
             0 => Ok(()),
             errno => Err(Errno(errno)),
         }
     }
 
-    /// Asks the kernel for the memory of a range, and has it mapped: no two threads shall fault on one page of it later.
-    fn bring(&self, at: usize, bytes: usize) -> Result<(), Errno> {
-        self.may_ask()?;
+    /// Requests the memory of a range and maps it, so that later accesses do not fault.
+    fn populate(&self, at: usize, bytes: usize) -> Result<(), Errno> {
+        self.check_fail_hook()?;
         loop {
-            // SAFETY: a part of our own mapping; its bytes stay what they are.
+            // SAFETY: the range is a part of `self.map`; the advice does not change its bytes.
             let result = unsafe {
                 pagefold_os::mem::advise(self.map.addr() + at as u64, bytes as u64, libc::MADV_POPULATE_WRITE)
             };
             match result {
                 Err(Errno(libc::EINTR)) => {}
-                // What an access would meet as SIGBUS.
+                // An access would raise SIGBUS.
                 Err(Errno(libc::EFAULT)) => return Err(Errno(libc::ENOMEM)),
                 result => return result,
             }
         }
     }
 
-    /// Asks the kernel for the memory of a range that may be there.
-    fn back(&self, word: usize, bytes: usize) -> Result<(), Errno> {
-        self.may_ask()?;
+    /// Requests the memory of a range, parts of which may have it already.
+    fn allocate_range(&self, word: usize, bytes: usize) -> Result<(), Errno> {
+        self.check_fail_hook()?;
         loop {
-            // SAFETY: a call with numbers only; it reads and writes no memory of ours.
+            // SAFETY: the call takes numbers only and does not change the bytes of the file.
             let result = unsafe { libc::fallocate64(self.fd.raw(), 0, (word * 8) as i64, bytes as i64) };
             match (result, std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)) {
                 (0, _) => break,
@@ -484,10 +491,10 @@ impl Arena {
         Ok(())
     }
 
-    /// Marks content slabs whose slots are mostly free as draining, emptiest first, at most `slabs_max`.
+    /// Marks content slabs with mostly free slots as draining, emptiest first, at most `slabs_max`.
     ///
-    /// Slabs are chosen only as far as the others of the class have room for what they hold, so that emptying
-    /// them gives memory back.
+    /// A slab is chosen only if the free slots of the others of its class can hold its contents, so that emptying it
+    /// frees memory.
     pub(crate) fn start_draining(&self, slabs_max: usize) -> usize {
         let mut count = 0;
         for index in 0..CLASSES {
@@ -512,7 +519,7 @@ impl Arena {
         count
     }
 
-    /// Lets slabs that could not be emptied give slots again.
+    /// Allows allocation from slabs that could not be emptied.
     pub(crate) fn stop_draining(&self) {
         for (index, class) in self.classes.iter().enumerate() {
             let mut class = lock(class);
@@ -545,9 +552,9 @@ impl Arena {
                     usage.leaf_bytes += slab.backed as u64;
                     continue;
                 }
-                let room = slab.backed / CLASS_BYTES[index];
-                usage.free_slots += (room.saturating_sub(slab.used) * CLASS_BYTES[index]) as u64;
-                usage.slab_tails += (slab.backed - room * CLASS_BYTES[index]) as u64;
+                let slots = slab.backed / CLASS_BYTES[index];
+                usage.free_slots += (slots.saturating_sub(slab.used) * CLASS_BYTES[index]) as u64;
+                usage.slab_tails += (slab.backed - slots * CLASS_BYTES[index]) as u64;
             }
         }
         usage
@@ -560,14 +567,14 @@ impl Arena {
             .collect()
     }
 
-    /// Adoption: marks the slot of a content as used; false if it was marked before.
+    /// Adoption: marks the slot of a content as used; false if it was marked already.
     pub(crate) fn adopt_content(&self, at: usize) -> bool {
         let slab = at / SLAB_WORDS;
         let Some(index) = self.class_of_slab(slab) else { return false };
         self.adopt_slot(index, slab, at % SLAB_WORDS / (CLASS_BYTES[index] / 8))
     }
 
-    /// Adoption: true if the slot of a content is marked.
+    /// Adoption: returns true if the slot of a content is marked.
     pub(crate) fn is_taken(&self, at: usize) -> bool {
         let slab = at / SLAB_WORDS;
         let Some(index) = self.class_of_slab(slab) else { return false };
@@ -589,14 +596,14 @@ impl Arena {
         class.slabs.entry(slab).or_insert_with(|| Slab::new(slots)).take(slot)
     }
 
-    /// Adoption, when every used slot is marked: frees the other slabs and counts what is held.
+    /// Adoption, after every used slot was marked: frees the other slabs and counts the held memory.
     ///
-    /// A used slab is backed up to its last used slot, so that no later access can fail; the rest becomes a hole.
+    /// A used slab gets memory up to its last used slot, so that no later access can fail; the rest becomes a hole.
     pub(crate) fn finish_adoption(&self) -> Result<(), Errno> {
         let first = first_slab(self.slabs);
         let dictionaries = self.word(superblock::DICTIONARIES).load(Ordering::Relaxed) != 0;
-        self.back(0, if dictionaries { SLAB_BYTES } else { STEP_BYTES })?;
-        self.back(TABLE_WORD, self.slabs * 8)?;
+        self.allocate_range(0, if dictionaries { SLAB_BYTES } else { STEP_BYTES })?;
+        self.allocate_range(TABLE_WORD, self.slabs * 8)?;
         let mut used = std::collections::HashSet::new();
         for (index, class) in self.classes.iter().enumerate() {
             let mut class = lock(class);
@@ -608,14 +615,14 @@ impl Arena {
                 } else {
                     (state.end() * CLASS_BYTES[index]).next_multiple_of(STEP_BYTES).min(SLAB_BYTES)
                 };
-                self.back(slab * SLAB_WORDS, state.backed)?;
+                self.allocate_range(slab * SLAB_WORDS, state.backed)?;
                 punch(&self.fd, (slab * SLAB_BYTES + state.backed) as u64, (SLAB_BYTES - state.backed) as u64);
                 if state.used < slots_of(index) {
                     class.partial.insert((state.used, *slab));
                 }
             }
         }
-        // One hole per stretch of unused slabs: an arena is mostly hole already.
+        // Unused slabs at the end are punched as one hole: most of them are holes already.
         let mut returned = Vec::new();
         let mut last = first;
         for slab in (first..self.slabs).rev() {
@@ -635,18 +642,19 @@ impl Arena {
         Ok(())
     }
 
-    /// Asks for the memory of all dictionaries.
-    pub(crate) fn back_dictionaries(&self) -> Result<(), Errno> {
-        self.back(STEP_BYTES / 8, SLAB_BYTES - STEP_BYTES)
+    /// Requests the memory of all dictionaries.
+    pub(crate) fn allocate_dictionaries(&self) -> Result<(), Errno> {
+        self.allocate_range(STEP_BYTES / 8, SLAB_BYTES - STEP_BYTES)
     }
 }
 
-/// Returns a range of the file to the kernel. Fresh leaves are the zeros that this leaves, and the books have the memory gone: it
-/// does not fail for a memory file that nobody has sealed against writing.
+/// Returns a range of the file to the kernel. Callers rely on it: fresh leaves must be zero, and the memory is no longer
+/// counted. It cannot fail for a memory file that is not sealed against writing.
 fn punch(fd: &Fd, offset: u64, len: u64) {
     if len > 0 {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: numbers only; the range holds no slot in use, and reads of it give zeros.
+        // SAFETY: the call takes numbers only; the range holds no used slot, and the words of `map` there become zero, which
+        // is a valid value.
         unsafe { libc::fallocate64(fd.raw(), mode, offset as i64, len as i64) };
     }
 }
@@ -656,10 +664,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_distinct_and_memory_goes_back() {
+    fn slots_are_distinct_and_freed_memory_is_returned() {
         let arena = Arena::create(8 << 20).unwrap();
         let empty = arena.held();
-        let mut slots: Vec<usize> = (0..3000).map(|n| arena.new_content(n % 4096, Purse::Store).unwrap()).collect();
+        let mut slots: Vec<usize> =
+            (0..3000).map(|n| arena.new_content(n % 4096, ReserveClass::Normal).unwrap()).collect();
         slots.sort_unstable();
         slots.dedup();
         assert_eq!(slots.len(), 3000);
@@ -673,22 +682,22 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_holds_and_the_reserve_is_beyond_it() {
+    fn only_reserve_allocations_exceed_the_limit() {
         let arena = Arena::create(4 << 20).unwrap();
-        while arena.new_content(4096, Purse::Store).is_ok() {}
+        while arena.new_content(4096, ReserveClass::Normal).is_ok() {}
         assert!(arena.held() <= 4 << 20);
-        assert_eq!(arena.new_content(4096, Purse::Store), Err(NoSlot::Full));
-        assert!(arena.new_content(4096, Purse::Reserve).is_ok());
+        assert_eq!(arena.new_content(4096, ReserveClass::Normal), Err(NoSlot::Full));
+        assert!(arena.new_content(4096, ReserveClass::Reserve).is_ok());
     }
 
     #[test]
     fn a_freed_slot_is_used_again_before_new_memory() {
         let arena = Arena::create(8 << 20).unwrap();
-        let slots: Vec<usize> = (0..500).map(|_| arena.new_content(1000, Purse::Store).unwrap()).collect();
+        let slots: Vec<usize> = (0..500).map(|_| arena.new_content(1000, ReserveClass::Normal).unwrap()).collect();
         let held = arena.held();
         slots.iter().step_by(2).for_each(|at| arena.free_content(*at));
         for _ in 0..250 {
-            arena.new_content(1000, Purse::Store).unwrap();
+            arena.new_content(1000, ReserveClass::Normal).unwrap();
         }
         assert_eq!(arena.held(), held);
     }

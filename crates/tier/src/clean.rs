@@ -1,36 +1,35 @@
 //! The cleaner: denser compression, compaction, writeback.
 //!
-//! All three are one motion: walk the leaves, and where a page shows a content
-//! that should lie elsewhere, make the new content and exchange the page word,
-//! if nobody changed it meanwhile. The old content goes when its last word has
-//! gone. Nothing points back from a content to its pages, so nothing has to be
-//! kept up to date for it: the walk costs a few nanoseconds per page and is
-//! made for many contents at once.
+//! All three work the same way: walk the leaves, make a new content for each
+//! page word with a content to be replaced, and exchange the word, unless
+//! another thread has changed it. The old content is freed with its last
+//! reference. A content has no links to its pages, so there is nothing to keep
+//! up to date: a walk costs a few nanoseconds per page and serves many contents.
 //!
-//! A crash in the middle leaves some pages on the old content and some on the
-//! new: both are whole.
+//! A crash in the middle leaves some pages with the old content and some with
+//! the new one: both are complete.
 //!
-//! Here is what is done when; `dense`, `compact` and `write_back` do it, each by a `walk`.
+//! This file decides when to clean; `dense`, `compact` and `write_back` do it, each with a `walk`.
 
 mod compact;
 mod dense;
 mod walk;
 mod write_back;
 
+use crate::backing_file::SEGMENT_BYTES;
 use crate::layout::TICK_SHIFT;
 use crate::tier::Tier;
-use crate::writeback::SEGMENT_BYTES;
 use pagefold_os::sync::lock;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Ages from here on are one, so that none wraps: a content has 16 bits of the tick.
+/// The largest age. A content has 16 bits for its tick, so older ages would wrap.
 const AGE_MAX: u16 = 1 << 15;
 
 /// What one call of [`Tier::tick`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cleaned {
-    /// Contents compressed again, densely.
+    /// Contents recompressed densely.
     pub recompressed: u64,
     /// Contents moved by compaction.
     pub moved: u64,
@@ -38,31 +37,18 @@ pub struct Cleaned {
     pub written_back: u64,
 }
 
-/// What the cleaner remembers between its walks.
-#[derive(Debug, Default)]
-pub(crate) struct Cleaner {
-    /// Leaf slab and slot at which writeback goes on: equally old pages go out in turn.
-    position: (usize, usize),
-    /// Tick before which a failed file is left alone.
-    retry_tick: u64,
-    /// Stores seen by the last walk for dense compression, and the tick of the last new one.
-    stores_seen: (u64, u64),
-    /// Slots freed when compaction last found nothing to do.
-    frees_seen: u64,
-}
-
 impl Tier {
-    /// Lets a tick of cold time pass and cleans up: to be called every few seconds by a thread that may wait.
+    /// Advances the tick and cleans up. A thread that may wait calls this every few seconds.
     ///
     /// Contents that were not stored or touched for `recompress_ticks` are compressed densely, slabs with free slots
-    /// are compacted above `waste_percent`, and contents are written back when less than 5 % of the room is left.
-    /// Does next to nothing when nothing changed.
+    /// are compacted above `waste_percent`, and contents are written back if less than 5 % of the limit is free.
+    /// Does very little if nothing has changed.
     pub fn tick(&self) -> Cleaned {
         let tick = self.tick.fetch_add(1, Ordering::Relaxed) + 1;
         self.train_widely();
         let mut cleaner = lock(&self.cleaner);
         if tick.is_multiple_of(u64::from(AGE_MAX) / 2) {
-            self.keep_ages();
+            self.clamp_ages();
         }
         let mut cleaned = Cleaned::default();
         let stores = self.counters.stores.load(Ordering::Relaxed);
@@ -77,7 +63,7 @@ impl Tier {
             }
         }
         if self.disk.is_some() && self.arena.held() > self.arena.bytes_max() / 100 * 95 {
-            cleaned.written_back = self.write_back(&mut cleaner, self.room_wanted());
+            cleaned.written_back = self.write_back(&mut cleaner, self.reclaim_bytes());
         }
         let usage = self.arena.usage();
         if usage.free_slots * 100 > usage.held * u64::from(self.config.waste_percent) {
@@ -86,8 +72,7 @@ impl Tier {
         cleaned
     }
 
-    /// Compresses every content densely now, whatever its age: after parking, when the time does not press. Stores that
-    /// need room go first.
+    /// Compresses every content densely now, whatever its age, as after parking. Stores that wait for memory go first.
     pub fn recompress_all(&self) -> u64 {
         self.train_widely();
         let mut sum = 0;
@@ -96,12 +81,12 @@ impl Tier {
             let (recompressed, whole) = self.recompress_older(0);
             sum += recompressed;
             if whole {
-                // What was replaced left its slots all over the place.
+                // The replaced contents left free slots in many slabs.
                 self.compact(&mut cleaner);
                 return sum;
             }
             drop(cleaner);
-            while self.hurried.load(Ordering::Relaxed) > 0 {
+            while self.waiting_stores.load(Ordering::Relaxed) > 0 {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
@@ -123,35 +108,35 @@ impl Tier {
         written
     }
 
-    /// Makes room for a store; false if there is none to be had.
-    pub(crate) fn make_room(&self) -> bool {
-        // Before the lock: who waits for it waits for the room that another makes.
-        let before = self.rooms.load(Ordering::Acquire);
-        self.hurried.fetch_add(1, Ordering::Relaxed);
+    /// Frees memory for a store; false if that is not possible.
+    pub(crate) fn reclaim(&self) -> bool {
+        // Read before the lock: while this thread waits for it, another one may reclaim.
+        let before = self.reclaims.load(Ordering::Acquire);
+        self.waiting_stores.fetch_add(1, Ordering::Relaxed);
         let mut cleaner = lock(&self.cleaner);
-        self.hurried.fetch_sub(1, Ordering::Relaxed);
-        if self.rooms.load(Ordering::Acquire) != before {
+        self.waiting_stores.fetch_sub(1, Ordering::Relaxed);
+        if self.reclaims.load(Ordering::Acquire) != before {
             return true;
         }
-        let written = self.write_back(&mut cleaner, self.room_wanted());
+        let written = self.write_back(&mut cleaner, self.reclaim_bytes());
         let moved = self.compact(&mut cleaner);
         let made = written + moved > 0;
-        self.rooms.fetch_add(u64::from(made), Ordering::Release);
+        self.reclaims.fetch_add(u64::from(made), Ordering::Release);
         made
     }
 
-    /// What is older than [`AGE_MAX`] is as old as that, and does not look fresh a while later.
-    fn keep_ages(&self) {
+    /// Sets larger ages to [`AGE_MAX`], so that old contents do not look fresh after the tick wraps.
+    fn clamp_ages(&self) {
         let oldest = (self.tick.load(Ordering::Relaxed) as u16).wrapping_sub(AGE_MAX);
         let is_older = |at: usize| self.age(self.arena.word(at + 2).load(Ordering::Relaxed)) > AGE_MAX;
-        self.walk((0, 0), &is_older, |seat, _| {
-            self.set_tick(seat.at, u64::from(oldest) << TICK_SHIFT);
+        self.walk((0, 0), &is_older, |entry, _| {
+            self.set_tick(entry.at, u64::from(oldest) << TICK_SHIFT);
             Ok(())
         });
     }
 
-    /// Bytes to write back at once: a twentieth of the room, and at least a whole segment of the file.
-    fn room_wanted(&self) -> u64 {
+    /// Bytes to write back at a time: a twentieth of the limit, and at least a whole segment of the file.
+    fn reclaim_bytes(&self) -> u64 {
         (self.arena.bytes_max() / 20).max(SEGMENT_BYTES as u64)
     }
 }
@@ -165,7 +150,7 @@ mod tests {
     use pagefold_os::PAGE_SIZE;
 
     #[test]
-    fn stores_that_want_room_at_once_share_one() {
+    fn concurrent_stores_that_need_memory_share_one_reclaim() {
         let file = crate::BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
         let tier = Tier::create(Config { bytes_max: 8 << 20, ..Config::default() }, Some(Box::new(file))).unwrap();
         let mut state = 1_u64;
@@ -176,26 +161,26 @@ mod tests {
             });
             tier.store(1, page, &noise, Effort::Fast).unwrap();
         }
-        let before = tier.rooms.load(Ordering::Relaxed);
+        let before = tier.reclaims.load(Ordering::Relaxed);
         std::thread::scope(|scope| {
             let held = lock(&tier.cleaner);
-            let stores: Vec<_> = (0..4).map(|_| scope.spawn(|| tier.make_room())).collect();
-            while tier.hurried.load(Ordering::Relaxed) < 4 {
+            let stores: Vec<_> = (0..4).map(|_| scope.spawn(|| tier.reclaim())).collect();
+            while tier.waiting_stores.load(Ordering::Relaxed) < 4 {
                 std::thread::sleep(Duration::from_millis(1));
             }
             drop(held);
             assert!(stores.into_iter().all(|store| store.join().unwrap()));
         });
-        assert_eq!(tier.rooms.load(Ordering::Relaxed) - before, 1);
+        assert_eq!(tier.reclaims.load(Ordering::Relaxed) - before, 1);
     }
 
     #[test]
-    fn what_is_cold_for_days_does_not_look_fresh() {
+    fn contents_that_are_cold_for_days_do_not_look_fresh() {
         let file = crate::BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
         let config = Config { bytes_max: 8 << 20, patches: false, ..Config::default() };
         let tier = Tier::create(config, Some(Box::new(file))).unwrap();
         tier.store(1, 0, &texty(1), Effort::Dense).unwrap();
-        // The next tick is as many as the age has numbers.
+        // The next tick would wrap the age.
         for tick in (1..=u64::from(u16::MAX)).filter(|tick| (tick + 1).is_multiple_of(1 << 10)) {
             tier.tick.store(tick, Ordering::Relaxed);
             if tick == u64::from(u16::MAX) {
@@ -206,7 +191,7 @@ mod tests {
         // One of the two.
         assert_eq!(tier.write_back_now(64), 1);
         let is_in_file = |page: usize| {
-            let leaf = tier.region(1).unwrap().directory.get(0).unwrap();
+            let leaf = tier.client(1).unwrap().directory.get(0).unwrap();
             let Shown::Content(at) = Shown::from_word(tier.arena.leaf(leaf)[page].load(Ordering::Relaxed)) else {
                 panic!("page {page} is not there")
             };
@@ -215,19 +200,19 @@ mod tests {
         assert_eq!((is_in_file(0), is_in_file(1)), (true, false));
     }
 
-    /// A slab that held leaves when the cleaner listed them may hold contents a moment later, and those may look like a key
-    /// and words. The region knows its leaves; nothing that looks like one is counted or written.
+    /// A slab that held leaves when the cleaner listed it may hold contents later, and these may look like a key and words.
+    /// Only the client's directory decides, so they are neither counted nor written.
     #[test]
-    fn what_looks_like_a_leaf_is_none() {
+    fn bytes_that_look_like_a_leaf_are_ignored() {
         let tier = Tier::create(Config { bytes_max: 8 << 20, recompress_ticks: 0, ..Config::default() }, None).unwrap();
-        for (region, page) in [(1, 0), (2, 0), (2, 1)] {
-            tier.store(region, page, &texty(u64::from(region) * 8 + page), Effort::Fast).unwrap();
+        for (client, page) in [(1, 0), (2, 0), (2, 1)] {
+            tier.store(client, page, &texty(u64::from(client) * 8 + page), Effort::Fast).unwrap();
         }
-        let leaf = tier.region(1).unwrap().directory.get(0).unwrap();
-        let wanted = tier.region(2).unwrap().directory.get(0).unwrap();
+        let leaf = tier.client(1).unwrap().directory.get(0).unwrap();
+        let wanted = tier.client(2).unwrap().directory.get(0).unwrap();
         let word = tier.arena.leaf(wanted)[1].load(Ordering::Relaxed);
         assert_eq!(tier.discard(1, 0..LEAF_PAGES as u64), 1);
-        // The slab stays, for region 2 has a leaf in it.
+        // The slab stays, because client 2 has a leaf in it.
         assert_eq!(leaf >> 12, wanted >> 12);
         let key = leaf_key(1, 0);
         tier.arena.leaf_key(leaf).store(key, Ordering::Relaxed);
@@ -242,7 +227,7 @@ mod tests {
         assert!(page == texty(17));
         tier.arena.leaf_key(leaf).store(0, Ordering::Relaxed);
         tier.arena.leaf(leaf)[1].store(0, Ordering::Relaxed);
-        tier.remove_region(2);
+        tier.remove_client(2);
         let stats = tier.stats();
         assert_eq!((stats.pages, stats.contents, stats.payload_bytes), (0, 0, 0), "a reference too many");
     }

@@ -1,14 +1,13 @@
-//! One page to bytes and back.
+//! Compression and decompression of one page.
 //!
-//! LZ4 is read by the C library and not by `lz4_flex`, because it
-//! decompresses a page in two thirds of the time, and written by [`lz4`](crate::lz4), which knows
-//! what a page is; Zstandard runs at level 1
-//! with the domain's dictionary, which makes it both quicker and denser than
-//! any level without one. The four magic bytes of a Zstandard frame are always
-//! the same and are left out.
+//! LZ4 blocks are decoded by the C library, which takes two thirds of
+//! `lz4_flex`'s time, and encoded by [`lz4`](crate::lz4), which is written for
+//! pages. Zstandard runs at level 1 with the domain's dictionary, which is
+//! faster and denser than any level without one. The four magic bytes of a
+//! Zstandard frame are always the same and are left out.
 //!
-//! Nothing here is trusted to prove anything: the caller compares the
-//! fingerprint of what comes out.
+//! A successful decoding proves nothing: the caller compares the fingerprint
+//! of the decoded page.
 
 use crate::layout::DICTIONARY_BYTES;
 use crate::lz4::{self, Encoder};
@@ -16,16 +15,16 @@ use pagefold_os::{PAGE_SIZE, Page};
 use std::sync::Arc;
 use zstd_safe::{CCtx, CDict, DCtx, DDict};
 
-/// Above this many bytes a page is kept as it is: 73 %, where the saving no longer pays for the time.
+/// A page that does not compress to this many bytes is kept as it is: above 73 % the saving is not worth the time.
 pub const RAW_ABOVE_BYTES: usize = 2990;
 
-/// Bytes that a patch takes in front: the offset of its base.
+/// Bytes at the start of a patch: the offset of its base.
 pub(crate) const PATCH_HEAD: usize = 8;
 
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 const LEVEL: i32 = 1;
 
-/// How the payload of a content is to be read.
+/// How the payload of a content is encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Codec {
@@ -130,7 +129,7 @@ impl std::fmt::Debug for Coder {
 }
 
 impl Coder {
-    /// Makes the state: about 150 KiB, allocated once, so that no fault allocates later.
+    /// Makes the state: about 150 KiB, allocated here, so that a fault handler never allocates.
     pub(crate) fn new() -> Coder {
         Coder {
             compress: CCtx::create(),
@@ -140,14 +139,14 @@ impl Coder {
         }
     }
 
-    /// Compresses by LZ4; `None` above `len_max` bytes, or where it looks as if it would come to that.
+    /// Compresses with LZ4; `None` above `len_max` bytes, or if the encoder expects to exceed them.
     pub(crate) fn lz4(&mut self, page: &Page, len_max: usize) -> Option<&[u8]> {
         let block = self.frame.first_chunk_mut()?;
         let len = self.lz4.encode(page, block, len_max)?;
         Some(&self.frame[..len])
     }
 
-    /// Compresses by Zstandard, with a dictionary if there is one; `None` above `len_max` bytes.
+    /// Compresses with Zstandard, with a dictionary if there is one; `None` above `len_max` bytes.
     pub(crate) fn zstd(&mut self, page: &Page, dictionary: Option<&Dictionary>, len_max: usize) -> Option<&[u8]> {
         let frame = &mut self.frame[..len_max.min(PAGE_SIZE) + ZSTD_MAGIC.len()];
         let len = match dictionary {
@@ -170,7 +169,7 @@ impl Coder {
 
     /// Decompresses a payload of `codec` into `page`.
     ///
-    /// `base` is the base page of a patch. On failure the page holds anything.
+    /// `base` is the base page of a patch. On failure the page's bytes are undefined.
     pub(crate) fn decode(
         &mut self,
         codec: Codec,
@@ -233,7 +232,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn each_codec_brings_the_page_back() {
+    fn each_codec_decodes_to_the_same_page() {
         let mut coder = Coder::new();
         let samples: Vec<u8> = (0..400).flat_map(texty).collect();
         let dictionary = Dictionary::new(1, &train(&samples).unwrap()).unwrap();
@@ -260,14 +259,14 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn noise_is_refused() {
+    fn noise_is_not_compressed() {
         let mut coder = Coder::new();
         assert!(coder.lz4(&noise(3), RAW_ABOVE_BYTES).is_none());
         assert!(coder.zstd(&noise(3), None, RAW_ABOVE_BYTES).is_none());
     }
 
     #[test]
-    fn only_equal_words_fill() {
+    fn only_equal_words_make_a_same_filled_page() {
         let mut page = [0; PAGE_SIZE];
         fill(0x0102_0304_0506_0708, &mut page);
         assert_eq!(same_filled(&page), Some(0x0102_0304_0506_0708));

@@ -1,12 +1,12 @@
-//! What an owner chooses.
+//! The owner's settings.
 
-/// How much work a page is worth.
+/// How much time to spend on compressing a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Effort {
-    /// First cooling: LZ4, quickest to come back.
+    /// LZ4: fastest to load.
     #[default]
     Fast,
-    /// Second cooling: Zstandard with the domain's dictionary, or a patch against a near page.
+    /// Zstandard with the domain's dictionary, or a patch against a near page: smallest.
     Dense,
 }
 
@@ -15,16 +15,16 @@ pub enum Effort {
 pub struct Config {
     /// Bytes of memory that the tier may hold, between 4 MiB and 200 GiB. Default 1 GiB.
     pub bytes_max: u64,
-    /// Secret of the domain: keys the fingerprints. One tier serves one domain. Default: random.
+    /// Secret key of the domain's fingerprints. One tier serves one domain. Default: random.
     pub key: [u64; 2],
     /// Whether near pages are kept as patches at [`Effort::Dense`]. Default: yes.
     pub patches: bool,
-    /// Entries of the table that finds near pages at most, 8 bytes each, rounded up to a power of two; it grows with the
-    /// contents. 0 takes one per KiB of `bytes_max`, but at most 2^24. Default 0.
+    /// Most entries of the table that finds near pages, 8 bytes each, rounded up to a power of two. The table grows with
+    /// the contents. 0 stands for one per KiB of `bytes_max`, but at most 2^24. Default 0.
     pub similar_entries: usize,
     /// Ticks (calls of [`Tier::tick`](crate::Tier::tick)) after which a page is compressed again, densely. Default 2.
     pub recompress_ticks: u16,
-    /// Share of the memory in content slabs that may lie in free slots before they are compacted, in percent. Default 10.
+    /// Share of the memory in content slabs, in percent, that may be free slots before the slabs are compacted. Default 10.
     pub waste_percent: u8,
     /// Threads that [`Tier::store_many`](crate::Tier::store_many) spreads a batch over. Default: one per processor, at most 8.
     pub workers: usize,

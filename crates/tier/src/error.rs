@@ -1,15 +1,15 @@
-//! What can go wrong, by operation.
+//! Errors, by operation.
 
 use pagefold_os::Errno;
 use thiserror::Error;
 
-/// Why an arena could not be made.
+/// Why an arena could not be created.
 #[derive(Debug, Error)]
 pub enum CreateError {
-    /// The limit is outside of what the format can address.
-    #[error("a tier of {bytes} bytes cannot be made: between 4 MiB and 200 GiB")]
+    /// The format cannot address a limit of this size.
+    #[error("a tier of {bytes} bytes cannot be created: the limit is 4 MiB to 200 GiB")]
     Size {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: u64,
     },
     /// The kernel refused the memory file or its mapping.
@@ -17,57 +17,57 @@ pub enum CreateError {
     Memory(#[source] Errno),
 }
 
-/// Why a page was not taken. The page stays where it is: less saving, nothing else.
+/// Why a page was not stored. It stays in the client's memory: less is saved, nothing is lost.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// The tier holds all it may, and nothing could be written back.
+    /// The tier is at its limit, and nothing could be written back.
     #[error("the tier is full: {bytes_held} of {bytes_max} bytes held")]
     Full {
         /// Bytes held now.
         bytes_held: u64,
-        /// Bytes it may hold.
+        /// Most bytes it may hold.
         bytes_max: u64,
     },
-    /// The kernel gave no memory.
+    /// The kernel refused memory.
     #[error("no memory for the tier: {0}")]
     NoMemory(#[source] Errno),
-    /// Region or page number out of range.
-    #[error("region {region}, page {page} cannot be named: regions are 1 to 2^31-1, pages below 2^36")]
+    /// Client or page number out of range.
+    #[error("client {client}, page {page} is out of range: clients are 1 to 2^31-1, pages below 2^36")]
     Name {
-        /// Region asked for.
-        region: u32,
-        /// Page asked for.
+        /// Requested client.
+        client: u32,
+        /// Requested page.
         page: u64,
     },
 }
 
-/// Why a page was not brought back.
+/// Why a page was not loaded.
 #[derive(Debug, Error)]
 pub enum LoadError {
     /// The tier does not hold the page.
-    #[error("region {region}, page {page}: not in the tier")]
+    #[error("client {client}, page {page}: not in the tier")]
     NotStored {
-        /// Region asked for.
-        region: u32,
-        /// Page asked for.
+        /// Requested client.
+        client: u32,
+        /// Requested page.
         page: u64,
     },
-    /// The bytes held are not those that were stored: checksum or form is wrong.
-    #[error("region {region}, page {page}: its bytes were damaged ({what}); the page is lost")]
+    /// The held bytes are not the stored ones: the fingerprint or the encoding is wrong.
+    #[error("client {client}, page {page}: its bytes were damaged ({what}); the page is lost")]
     Damaged {
-        /// Region asked for.
-        region: u32,
-        /// Page asked for.
+        /// Requested client.
+        client: u32,
+        /// Requested page.
         page: u64,
-        /// What does not fit.
+        /// Which check failed.
         what: &'static str,
     },
     /// The backing file could not be read.
-    #[error("region {region}, page {page}: reading it back from the file: {source}")]
+    #[error("client {client}, page {page}: reading it back from the file: {source}")]
     ReadBack {
-        /// Region asked for.
-        region: u32,
-        /// Page asked for.
+        /// Requested client.
+        client: u32,
+        /// Requested page.
         page: u64,
         /// The cause.
         source: std::io::Error,
@@ -77,19 +77,19 @@ pub enum LoadError {
 /// Why an arena was not adopted.
 #[derive(Debug, Error)]
 pub enum AdoptError {
-    /// It is no arena of this format.
-    #[error("no arena: {0}")]
+    /// It is not an arena of this format.
+    #[error("not an arena: {0}")]
     Format(&'static str),
-    /// It is one of another version, which can take it over.
+    /// It is an arena of another version, which can adopt it.
     #[error("an arena of another version of pagefold")]
     Version,
-    /// Its owner lives: two owners would destroy it.
+    /// Its owner is alive: two owners would destroy it.
     #[error("the arena belongs to process {pid}, which is alive: stop it first")]
     OwnerAlive {
         /// The owner.
         pid: u32,
     },
-    /// The kernel refused the mapping, or memory for what is derived.
+    /// The kernel refused the mapping, or memory for the indexes.
     #[error("memory for the tier: {0}")]
     Memory(#[source] Errno),
 }

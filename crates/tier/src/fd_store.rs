@@ -1,13 +1,13 @@
-//! systemd's fd store: the same descriptors in a second pair of hands.
+//! systemd's fd store: a second process that holds the descriptors.
 //!
-//! A service with `FileDescriptorStoreMax=` may leave descriptors with the
-//! service manager, by name, and gets them back when it is started again. This
-//! is the keeper of the keeper: with it, pages outlive even both of us.
+//! A service with `FileDescriptorStoreMax=` may store descriptors in the
+//! service manager, by name, and gets them back when it is started again. With
+//! it, pages survive the death of both the daemon and the keeper.
 //!
-//! What the keeper holds under one name are several descriptors, here they are
-//! left one by one, for the manager passes them in an order of its own:
+//! The keeper holds several descriptors under one name. Here each is stored
+//! under a name of its own, because the manager passes them in any order:
 //! `pagefold-N-` and the keeper's name, in which bytes that a name here may not
-//! have are written as `%` and two digits.
+//! contain are written as `%` and two digits.
 
 use pagefold_os::fd::Fd;
 use pagefold_os::sock;
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// First descriptor that the service manager passes.
 const FIRST_FD: i32 = 3;
-/// Every name of ours begins with it.
+/// Prefix of all stored names.
 const PREFIX: &str = "pagefold-";
 
 fn to_io(errno: pagefold_os::Errno) -> io::Error {
@@ -39,7 +39,7 @@ fn stored_name(name: &str, index: usize) -> Option<String> {
     (stored.len() <= 255).then_some(stored)
 }
 
-/// Name and index back from [`stored_name`].
+/// Decodes a name of [`stored_name`] to name and index.
 fn kept_name(stored: &str) -> Option<(String, usize)> {
     let (index, encoded) = stored.strip_prefix(PREFIX)?.split_once('-')?;
     let mut bytes = Vec::with_capacity(encoded.len());
@@ -57,44 +57,44 @@ fn kept_name(stored: &str) -> Option<(String, usize)> {
     Some((String::from_utf8(bytes).ok()?, index.parse().ok()?))
 }
 
-/// Leaves descriptors with the service manager, under the name that the keeper has them under; false if there is none
-/// (`NOTIFY_SOCKET` is not set). Those that it has already stay as they are.
+/// Stores descriptors in the service manager, under the keeper's name for them; false if there is no manager
+/// (`NOTIFY_SOCKET` is not set). Descriptors stored earlier stay.
 ///
 /// # Errors
 /// The manager's socket is not reachable, or the name is too long.
-pub fn leave(name: &str, fds: &[i32]) -> io::Result<bool> {
+pub fn store(name: &str, fds: &[i32]) -> io::Result<bool> {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(false) };
     for (index, fd) in fds.iter().enumerate() {
         let name = stored_name(name, index).ok_or(to_io(pagefold_os::Errno(libc::ENAMETOOLONG)))?;
-        // Not polled: a userfaultfd that has something to read is not done with.
-        tell(path.as_bytes(), &format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"), &[*fd])?;
+        // Not polled: the manager would drop a userfaultfd that has an event to read.
+        notify(path.as_bytes(), &format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"), &[*fd])?;
     }
     Ok(true)
 }
 
-/// Tells the service manager, if there is one, that we serve.
-pub fn tell_ready() {
+/// Notifies the service manager, if there is one, that this process is ready.
+pub fn notify_ready() {
     if let Some(path) = std::env::var_os("NOTIFY_SOCKET") {
-        let _ = tell(path.as_bytes(), "READY=1", &[]);
+        let _ = notify(path.as_bytes(), "READY=1", &[]);
     }
 }
 
-/// Has the service manager close what was left under `name`, at most `count` descriptors; false as [`leave`].
+/// Removes the descriptors stored under `name`, at most `count`, from the service manager; false as [`store`].
 ///
 /// # Errors
-/// As [`leave`].
+/// As [`store`].
 pub fn remove(name: &str, count: usize) -> io::Result<bool> {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(false) };
     for name in (0..count).filter_map(|index| stored_name(name, index)) {
-        tell(path.as_bytes(), &format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])?;
+        notify(path.as_bytes(), &format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])?;
     }
     Ok(true)
 }
 
-/// Takes what the service manager passed to this process and we had left, by the keeper's names and in the order in
-/// which it was left; once, afterwards nothing. A name of which the first descriptor is missing is left out, and so is
-/// what stands behind a gap.
-pub fn take() -> Vec<(String, Vec<Fd>)> {
+/// Takes the stored descriptors that the service manager passed to this process, by the keeper's names and in the order in
+/// which they were stored. Later calls return nothing. A name without its first descriptor is left out, and so are
+/// descriptors after a gap.
+pub fn take_passed() -> Vec<(String, Vec<Fd>)> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::AcqRel) {
         return Vec::new();
@@ -105,10 +105,11 @@ pub fn take() -> Vec<(String, Vec<Fd>)> {
     let mut found: BTreeMap<String, BTreeMap<usize, Fd>> = BTreeMap::new();
     for (stored, number) in all {
         let Some((name, index)) = kept_name(&stored) else { continue };
-        // Ours alone from here on: what we start must not have it. Fails if nothing is open under the number.
-        // SAFETY: numbers only.
+        // Child processes must not inherit it. Fails if the descriptor is not open.
+        // SAFETY: F_SETFD takes numbers only.
         if unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } == 0 {
-            // SAFETY: passed to this process for us, under a name of ours, and taken once.
+            // SAFETY: the manager passed the descriptor to this process under a stored name, and `TAKEN` makes this the only
+            // owner.
             let fd = unsafe { Fd::from_raw(number) };
             found.entry(name).or_default().insert(index, fd);
         }
@@ -120,18 +121,18 @@ pub fn take() -> Vec<(String, Vec<Fd>)> {
     whole.filter(|(_, fds)| !fds.is_empty()).collect()
 }
 
-fn tell(path: &[u8], text: &str, fds: &[i32]) -> io::Result<()> {
+fn notify(path: &[u8], text: &str, fds: &[i32]) -> io::Result<()> {
     let mut path = path.to_vec();
     if path.first() == Some(&b'@') {
         path[0] = 0;
     }
     let (address, len) = sock::address(&path).map_err(to_io)?;
-    // SAFETY: numbers only.
+    // SAFETY: socket takes numbers only.
     let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was just made and is ours.
+    // SAFETY: the descriptor was just created and has no other owner.
     let socket = unsafe { Fd::from_raw(fd) };
     // SAFETY: the address outlives the call and is at least `len` bytes long.
     if unsafe { libc::connect(socket.raw(), (&raw const address).cast(), len) } != 0 {
@@ -159,13 +160,13 @@ mod tests {
     use std::os::fd::AsRawFd;
 
     #[test]
-    fn the_manager_gets_name_and_descriptor() {
+    fn the_manager_receives_name_and_descriptor() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("notify");
         let manager = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
         let file = pagefold_os::memfd::create(c"left", 4096).unwrap();
         file.write(b"left behind").unwrap();
-        tell(path.as_os_str().as_bytes(), "FDSTORE=1\nFDNAME=tier", &[file.raw()]).unwrap();
+        notify(path.as_os_str().as_bytes(), "FDSTORE=1\nFDNAME=tier", &[file.raw()]).unwrap();
         // SAFETY: the copy is owned by `socket` alone.
         let socket = unsafe { Fd::from_raw(libc::dup(manager.as_raw_fd())) };
         let mut text = [0; 100];
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn names_come_back_whatever_they_are() {
+    fn any_name_survives_encoding() {
         for name in ["arena:1f:0:default", "", "a%3Ab", "client:1:2:3", "f\u{fc}r:\n=1", &"x".repeat(128)] {
             let stored = stored_name(name, 2).unwrap();
             assert!(stored.bytes().all(|byte| byte.is_ascii_graphic() && byte != b':'), "{stored}");

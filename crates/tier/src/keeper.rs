@@ -1,27 +1,27 @@
-//! The keeper: a tiny process that holds descriptors for whoever comes next.
+//! The keeper: a small process that holds descriptors for a successor.
 //!
-//! It knows nothing of tiers. Under a name it holds a handful of descriptors;
-//! the owner puts them there (memory file, backing file, the clients'
-//! userfaultfds), and its successor gets them. It speaks packets over a Unix
-//! socket to its own user only, one answer per question:
+//! It does not know what they are. The owner stores a few descriptors under a
+//! name (memory file, backing file, the clients' userfaultfds), and its
+//! successor gets them. Requests and replies are packets over a Unix socket,
+//! from processes of the same user only, one reply per request:
 //!
-//! | question | answer |
+//! | request | reply |
 //! |---|---|
-//! | `P` name + descriptors: hold these, instead of what the name had | status |
-//! | `G` name: what is held under the name | status + descriptors |
-//! | `D` name: let go | status |
-//! | `L` name: the names behind it, or all | status + names, as many as have room, each with a NUL behind it |
-//! | `S` words of a command, each with a NUL behind it: run it when this connection ends | status |
-//! | `Q`: end | status |
+//! | `P` name + descriptors: hold these, instead of earlier ones under the name | status |
+//! | `G` name: get the descriptors under the name | status + descriptors |
+//! | `D` name: drop its descriptors | status |
+//! | `L` name: list the names after it, or all | status + as many names as fit, each followed by a NUL |
+//! | `S` words of a command, each followed by a NUL: run it when this connection ends | status |
+//! | `Q`: quit | status |
 //!
 //! The status is one byte: 0, or an error number. The loop never waits for one
-//! connection: a peer that does not take its answer within a second is dropped.
+//! connection: a peer that does not read its reply within a second is dropped.
 //!
-//! With `S` the keeper is also who replaces a daemon that was killed: when the
-//! connection ends and something is held, it starts the command, at most once a
-//! second, until a daemon says `S` again. Under a service manager that keeps
-//! descriptors (`NOTIFY_SOCKET` is set) it lets that one go first, for three
-//! seconds: a daemon that is not the manager's own could leave nothing with it.
+//! With `S` the keeper also replaces a daemon that was killed: when the
+//! connection ends and descriptors are held, it starts the command, at most
+//! once a second, until a daemon sends `S` again. Under a service manager with
+//! an fd store (`NOTIFY_SOCKET` is set) it waits three seconds for the manager
+//! to do so: a daemon that the manager did not start could not use its store.
 
 use pagefold_os::fd::{Fd, poll};
 use pagefold_os::sock;
@@ -40,9 +40,9 @@ pub const NAME_BYTES_MAX: usize = 128;
 const COMMAND_BYTES_MAX: usize = 8192;
 /// Most names.
 const NAMES_MAX: usize = 4096;
-/// Most connections at once; a new one pushes the oldest out.
+/// Most connections; a new one replaces the oldest.
 const CONNECTIONS_MAX: usize = 64;
-/// Pause after a connection that could not be taken.
+/// Pause after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Longest list of names sent.
 const LIST_BYTES_MAX: usize = 64 * 1024;
@@ -51,14 +51,14 @@ fn to_io(errno: Errno) -> io::Error {
     io::Error::from_raw_os_error(errno.0)
 }
 
-/// The keeper's whole life: listens at `path` and serves until told to end.
+/// Runs the keeper: listens at `path` and serves until a request to quit.
 ///
 /// # Errors
 /// Another keeper serves there (`AddrInUse`), or the socket fails.
 pub fn run(path: &Path) -> io::Result<()> {
     let name = path.as_os_str().as_bytes();
     let _ = pagefold_os::fd::raise_limit();
-    // A socket of a dead keeper is in the way; one of a living keeper answers.
+    // A socket of a dead keeper is replaced; a live keeper accepts the connection.
     if sock::connect(name).is_ok() {
         return Err(io::Error::new(io::ErrorKind::AddrInUse, "another keeper serves there"));
     }
@@ -68,34 +68,35 @@ pub fn run(path: &Path) -> io::Result<()> {
     served
 }
 
-/// Serves on a listening socket until somebody sends `Q`.
+/// Serves on a listening socket until a peer sends `Q`.
 ///
 /// # Errors
-/// The listening socket fails; nothing that a peer does is an error here.
+/// The listening socket fails. Errors of a peer end only its connection.
 pub fn serve(listener: &Fd) -> io::Result<()> {
-    // SAFETY: a call without arguments.
+    // SAFETY: geteuid takes no arguments.
     let own_uid = unsafe { libc::geteuid() };
     let mut held: BTreeMap<Vec<u8>, Vec<Fd>> = BTreeMap::new();
     let mut peers: Vec<Fd> = Vec::new();
     let managed = std::env::var_os("NOTIFY_SOCKET").is_some();
-    let mut watch = Watch { grace: if managed { MANAGER_GRACE } else { Duration::ZERO }, ..Watch::default() };
-    // Nobody waits for the processes that we start.
-    // SAFETY: no handler is installed.
+    let mut supervision =
+        Supervision { grace: if managed { MANAGER_GRACE } else { Duration::ZERO }, ..Supervision::default() };
+    // The kernel reaps the processes that the keeper starts.
+    // SAFETY: SIG_IGN installs no handler.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
     loop {
         let fds = std::iter::once(listener).chain(&peers);
         let mut polls: Vec<libc::pollfd> =
             fds.map(|fd| libc::pollfd { fd: fd.raw(), events: libc::POLLIN, revents: 0 }).collect();
-        poll(&mut polls, watch.wait_ms(!held.is_empty())).map_err(to_io)?;
-        watch.start_if_due(!held.is_empty());
+        poll(&mut polls, supervision.wait_ms(!held.is_empty())).map_err(to_io)?;
+        supervision.start_if_due(!held.is_empty());
         let mut closed = Vec::new();
         for (index, ready) in polls[1..].iter().enumerate().filter(|(_, poll)| poll.revents != 0) {
             debug_assert_eq!(ready.fd, peers[index].raw());
-            match answer(&peers[index], &mut held, &mut watch) {
+            match serve_request(&peers[index], &mut held, &mut supervision) {
                 Ok(Served::More) => {}
                 Ok(Served::End) => return Ok(()),
                 Err(_) => {
-                    watch.ended(peers[index].raw());
+                    supervision.ended(peers[index].raw());
                     closed.push(index);
                 }
             }
@@ -103,14 +104,14 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
         closed.into_iter().rev().for_each(|index| drop(peers.remove(index)));
         if polls[0].revents != 0 {
             let Ok(peer) = sock::accept(listener) else {
-                // No descriptor is free, for instance: a busy loop would not free one.
+                // Without a free descriptor, for example, an immediate retry would fail again.
                 std::thread::sleep(ACCEPT_PAUSE);
                 continue;
             };
             let allowed = sock::peer(&peer).is_ok_and(|cred| cred.uid == own_uid || cred.uid == 0);
             if allowed && sock::set_timeout(&peer, 1000).is_ok() {
                 if peers.len() == CONNECTIONS_MAX {
-                    let oldest = peers.iter().position(|peer| !watch.is_owner(peer.raw())).unwrap_or(0);
+                    let oldest = peers.iter().position(|peer| !supervision.is_owner(peer.raw())).unwrap_or(0);
                     peers.remove(oldest);
                 }
                 peers.push(peer);
@@ -121,22 +122,22 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
 
 /// Pause between two starts of the daemon.
 const START_PAUSE: Duration = Duration::from_secs(1);
-/// How long a service manager has to start the daemon first; less than agents wait for somebody.
+/// How long a service manager has to start the daemon first; less than agents wait for a daemon.
 const MANAGER_GRACE: Duration = Duration::from_secs(3);
 
-/// Who owns what we hold, and how to replace it.
+/// The supervision of the owner: its connection, and how to replace it.
 #[derive(Default)]
-struct Watch {
+struct Supervision {
     owner: Option<i32>,
     command: Vec<Vec<u8>>,
-    /// The owner has gone, then, and nobody has come since.
+    /// When the owner's connection ended, if no other owner has come since.
     missing: Option<Instant>,
-    /// How long somebody else may take to replace it.
+    /// How long the service manager may take to replace the owner.
     grace: Duration,
     started: Option<Instant>,
 }
 
-impl Watch {
+impl Supervision {
     fn is_owner(&self, peer: i32) -> bool {
         self.owner == Some(peer)
     }
@@ -148,7 +149,7 @@ impl Watch {
         }
     }
 
-    /// Who holds nothing starts nobody, and hears when something comes.
+    /// A keeper without descriptors starts nothing, and sleeps until the next packet.
     fn wait_ms(&self, holds: bool) -> i32 {
         if holds && self.missing.is_some() { 50 } else { -1 }
     }
@@ -166,7 +167,7 @@ impl Watch {
         let Some(program) = words.next() else { return };
         let mut command = Command::new(program);
         command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
-        // Its end is the kernel's business (SIGCHLD is ignored); a failed start is tried again.
+        // The kernel reaps the process (SIGCHLD is ignored); a failed start is retried.
         let _ = command.spawn();
     }
 }
@@ -176,21 +177,26 @@ enum Served {
     End,
 }
 
-/// Answers one question; an error ends the connection.
-fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -> raw::Result<Served> {
+/// Serves one request; an error ends the connection.
+fn serve_request(
+    peer: &Fd,
+    held: &mut BTreeMap<Vec<u8>, Vec<Fd>>,
+    supervision: &mut Supervision,
+) -> raw::Result<Served> {
     let mut packet = [0; COMMAND_BYTES_MAX];
     let (len, mut came) = sock::receive(peer, &mut packet, libc::MSG_DONTWAIT)?;
-    let Some((question, name)) = packet[..len].split_first() else { return Err(Errno(libc::EPIPE)) };
+    let Some((request, name)) = packet[..len].split_first() else { return Err(Errno(libc::EPIPE)) };
     let status = |errno: i32| [errno as u8];
-    if name.len() > NAME_BYTES_MAX && *question != b'S' {
+    if name.len() > NAME_BYTES_MAX && *request != b'S' {
         sock::send(peer, &status(libc::EINVAL), &[])?;
         return Ok(Served::More);
     }
-    match question {
+    match request {
         b'S' if name.len() < COMMAND_BYTES_MAX - 1 => {
-            watch.command = name.split(|byte| *byte == 0).filter(|word| !word.is_empty()).map(<[u8]>::to_vec).collect();
-            watch.owner = (!watch.command.is_empty()).then_some(peer.raw());
-            watch.missing = None;
+            supervision.command =
+                name.split(|byte| *byte == 0).filter(|word| !word.is_empty()).map(<[u8]>::to_vec).collect();
+            supervision.owner = (!supervision.command.is_empty()).then_some(peer.raw());
+            supervision.missing = None;
             sock::send(peer, &status(0), &[])?;
         }
         b'P' if (!came.is_empty() || came.is_cut()) && !name.is_empty() => {
@@ -198,7 +204,7 @@ fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -
                 sock::send(peer, &status(libc::ENOSPC), &[])?;
                 return Ok(Served::More);
             }
-            // A part of them is worth nothing to anybody.
+            // A part of the descriptors is useless to a successor.
             if came.is_cut() {
                 sock::send(peer, &status(libc::EMFILE), &[])?;
                 return Ok(Served::More);
@@ -216,7 +222,7 @@ fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -
         }
         b'L' => {
             let mut list = vec![0];
-            // Behind the name that the asker has already.
+            // After the last name that the client has already.
             for name in held.range::<[u8], _>((Bound::Excluded(name), Bound::Unbounded)).map(|(name, _)| name) {
                 if list.len() + name.len() + 1 > LIST_BYTES_MAX {
                     break;
@@ -239,8 +245,8 @@ fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -
 #[derive(Debug)]
 pub struct Keeper {
     socket: Fd,
-    /// Questions whose answers we did not wait for: they come first.
-    late: AtomicU32,
+    /// Requests without an awaited reply: these replies come first.
+    unread: AtomicU32,
 }
 
 impl Keeper {
@@ -251,14 +257,14 @@ impl Keeper {
     pub fn connect(path: &Path) -> io::Result<Keeper> {
         let socket = sock::connect(path.as_os_str().as_bytes()).map_err(to_io)?;
         sock::set_timeout(&socket, 5000).map_err(to_io)?;
-        Ok(Keeper { socket, late: AtomicU32::new(0) })
+        Ok(Keeper { socket, unread: AtomicU32::new(0) })
     }
 
-    /// Starts `program` (the keeper's own program) on `path`, as a process of its own group that outlives us, and
-    /// connects to it.
+    /// Starts the keeper's program on `path`, in a process group of its own so that it outlives this process, and connects
+    /// to it.
     ///
     /// # Errors
-    /// It cannot be started, or does not answer within thirty seconds.
+    /// It cannot be started, or does not accept a connection within thirty seconds.
     pub fn start(program: &Path, path: &Path) -> io::Result<(Keeper, std::process::Child)> {
         Keeper::start_with(program, &[], path)
     }
@@ -295,19 +301,19 @@ impl Keeper {
         }
     }
 
-    /// Leaves descriptors under `name`, instead of what was there.
+    /// Stores descriptors under `name`, instead of earlier ones.
     ///
     /// # Errors
     /// `EINVAL` for a name that is empty or too long or for no descriptors, `ENOSPC` for too many names, `EMFILE` for too
-    /// many descriptors, and what sendmsg(2) says: the keeper is gone.
+    /// many descriptors, and the errors of sendmsg(2), if the keeper has died.
     pub fn put(&self, name: &str, fds: &[i32]) -> io::Result<()> {
         self.ask(b'P', name, fds, &mut [0]).map(drop)
     }
 
-    /// Gets the descriptors under `name`; the keeper goes on holding them.
+    /// Gets the descriptors under `name`; the keeper continues to hold them.
     ///
     /// # Errors
-    /// `ENOENT` if there are none; `EMFILE` if we may not have so many.
+    /// `ENOENT` if there are none; `EMFILE` if this process may not open that many.
     pub fn get(&self, name: &str) -> io::Result<Vec<Fd>> {
         let (_, mut fds) = self.ask(b'G', name, &[], &mut [0])?;
         if fds.is_cut() {
@@ -316,51 +322,51 @@ impl Keeper {
         Ok((0..fds.len()).filter_map(|index| fds.take(index)).collect())
     }
 
-    /// Lets the keeper drop what is under `name`.
+    /// Lets the keeper drop the descriptors under `name`.
     ///
     /// # Errors
-    /// `ENOENT` if there is nothing.
+    /// `ENOENT` if there are none.
     pub fn forget(&self, name: &str) -> io::Result<()> {
         self.ask(b'D', name, &[], &mut [0]).map(drop)
     }
 
-    /// As [`put`](Self::put), for who holds up others: does not wait for a keeper that is behind with its answers.
+    /// As [`put`](Self::put), but does not wait for a slow keeper's reply. For callers that must not delay others.
     ///
     /// # Errors
-    /// As there, where it waits.
+    /// As [`put`](Self::put), if it waits.
     pub fn put_soon(&self, name: &str, fds: &[i32]) -> io::Result<()> {
-        self.tell(b'P', name, fds)
+        self.send_soon(b'P', name, fds)
     }
 
-    /// As [`forget`](Self::forget), in the way of [`put_soon`](Self::put_soon).
+    /// As [`forget`](Self::forget), but does not wait for a slow keeper's reply.
     ///
     /// # Errors
-    /// As there, where it waits.
+    /// As [`forget`](Self::forget), if it waits.
     pub fn forget_soon(&self, name: &str) -> io::Result<()> {
-        self.tell(b'D', name, &[])
+        self.send_soon(b'D', name, &[])
     }
 
-    /// The names that something is held under, in order.
+    /// The names that have descriptors, in order.
     ///
     /// # Errors
-    /// The keeper is gone; `InvalidData` if it is of a version that tells the first names only, and holds more.
+    /// The keeper has died; `InvalidData` if it is of an old version, which lists the first names only, and holds more.
     pub fn names(&self) -> io::Result<Vec<String>> {
         let mut buffer = vec![0; LIST_BYTES_MAX];
         let mut all: Vec<Vec<u8>> = Vec::new();
         loop {
-            let behind = all.last().map_or(&[][..], Vec::as_slice);
-            let (len, _) = self.ask_packet(&[b"L", behind].concat(), &[], &mut buffer)?;
+            let after = all.last().map_or(&[][..], Vec::as_slice);
+            let (len, _) = self.ask_packet(&[b"L", after].concat(), &[], &mut buffer)?;
             let names = buffer[1..len.max(1)].split(|byte| *byte == 0).filter(|name| !name.is_empty());
             let first = all.len();
             all.extend(names.map(<[u8]>::to_vec));
-            // It did not look at what it was to begin behind.
+            // An old keeper ignores the name after which the list should begin.
             if first > 0 && all.get(first).is_some_and(|name| *name <= all[first - 1]) {
                 return Err(io::Error::new(
                     io::ErrorKind::InvalidData,
-                    "a keeper of an older version holds more names than it can tell",
+                    "a keeper of an older version holds more names than it can list",
                 ));
             }
-            // Any name would have found room.
+            // The reply had space for any name, so there are no more.
             if all.len() == first || len + NAME_BYTES_MAX < LIST_BYTES_MAX {
                 break;
             }
@@ -368,10 +374,10 @@ impl Keeper {
         Ok(all.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect())
     }
 
-    /// Lets the keeper start `command` when this connection ends while something is held; an empty one ends that.
+    /// Lets the keeper start `command` when this connection ends while it holds descriptors; an empty one ends that.
     ///
     /// # Errors
-    /// The command is too long, or the keeper is gone.
+    /// The command is too long, or the keeper has died.
     pub fn supervise(&self, command: &[std::ffi::OsString]) -> io::Result<()> {
         let mut packet = vec![b'S'];
         for word in command {
@@ -384,34 +390,35 @@ impl Keeper {
         self.ask_packet(&packet, &[], &mut [0]).map(drop)
     }
 
-    /// Ends the keeper, and with it what only it holds.
+    /// Ends the keeper, which closes its descriptors.
     ///
     /// # Errors
-    /// The keeper is gone already.
+    /// The keeper has died already.
     pub fn quit(&self) -> io::Result<()> {
         self.ask(b'Q', "", &[], &mut [0]).map(drop)
     }
 
-    fn ask(&self, question: u8, name: &str, fds: &[i32], reply: &mut [u8]) -> io::Result<(usize, sock::Fds)> {
+    fn ask(&self, request: u8, name: &str, fds: &[i32], reply: &mut [u8]) -> io::Result<(usize, sock::Fds)> {
         if name.len() > NAME_BYTES_MAX {
             return Err(to_io(Errno(libc::EINVAL)));
         }
-        self.ask_packet(&[&[question], name.as_bytes()].concat(), fds, reply)
+        self.ask_packet(&[&[request], name.as_bytes()].concat(), fds, reply)
     }
 
     fn ask_packet(&self, packet: &[u8], fds: &[i32], reply: &mut [u8]) -> io::Result<(usize, sock::Fds)> {
-        // Also behind questions that are not answered yet: what is to be let go must not stay because the keeper was slow once.
+        // Sent even if earlier requests are not answered yet, because a descriptor must be dropped although the keeper was
+        // slow once.
         sock::send(&self.socket, packet, fds).map_err(to_io)?;
         loop {
             let answer = sock::receive(&self.socket, reply, 0);
             if matches!(answer, Err(Errno(libc::EAGAIN))) {
-                self.late.fetch_add(1, Ordering::Relaxed);
+                self.unread.fetch_add(1, Ordering::Relaxed);
             }
-            let is_late =
-                matches!(answer, Ok((1.., _)) | Err(Errno(libc::EMSGSIZE))) && self.late.load(Ordering::Relaxed) > 0;
-            // Each question has one answer, in order: what comes late is not the answer to this one.
-            if is_late {
-                self.late.fetch_sub(1, Ordering::Relaxed);
+            let is_earlier =
+                matches!(answer, Ok((1.., _)) | Err(Errno(libc::EMSGSIZE))) && self.unread.load(Ordering::Relaxed) > 0;
+            // Each request has one reply, in order: a reply to an earlier request is skipped.
+            if is_earlier {
+                self.unread.fetch_sub(1, Ordering::Relaxed);
                 continue;
             }
             return match answer.map_err(to_io)? {
@@ -422,19 +429,19 @@ impl Keeper {
         }
     }
 
-    /// As [`ask_packet`](Self::ask_packet), but waits for no answer as long as earlier ones are not there.
-    fn tell(&self, question: u8, name: &str, fds: &[i32]) -> io::Result<()> {
-        while self.late.load(Ordering::Relaxed) > 0 {
+    /// As [`ask`](Self::ask), but does not wait for the reply if earlier replies have not come.
+    fn send_soon(&self, request: u8, name: &str, fds: &[i32]) -> io::Result<()> {
+        while self.unread.load(Ordering::Relaxed) > 0 {
             match sock::receive(&self.socket, &mut [0], libc::MSG_DONTWAIT) {
-                Ok((1.., _)) | Err(Errno(libc::EMSGSIZE)) => self.late.fetch_sub(1, Ordering::Relaxed),
+                Ok((1.., _)) | Err(Errno(libc::EMSGSIZE)) => self.unread.fetch_sub(1, Ordering::Relaxed),
                 _ => {
-                    sock::send(&self.socket, &[&[question], name.as_bytes()].concat(), fds).map_err(to_io)?;
-                    self.late.fetch_add(1, Ordering::Relaxed);
+                    sock::send(&self.socket, &[&[request], name.as_bytes()].concat(), fds).map_err(to_io)?;
+                    self.unread.fetch_add(1, Ordering::Relaxed);
                     return Ok(());
                 }
             };
         }
-        self.ask(question, name, fds, &mut [0]).map(drop)
+        self.ask(request, name, fds, &mut [0]).map(drop)
     }
 }
 
@@ -444,14 +451,14 @@ mod tests {
 
     #[test]
     fn a_keeper_that_holds_nothing_sleeps() {
-        let mut watch = Watch { owner: Some(7), ..Watch::default() };
-        assert_eq!(watch.wait_ms(true), -1);
-        watch.ended(7);
-        assert_eq!(watch.wait_ms(false), -1);
-        assert!(watch.wait_ms(true) > 0);
+        let mut supervision = Supervision { owner: Some(7), ..Supervision::default() };
+        assert_eq!(supervision.wait_ms(true), -1);
+        supervision.ended(7);
+        assert_eq!(supervision.wait_ms(false), -1);
+        assert!(supervision.wait_ms(true) > 0);
     }
 
-    /// Runs `keeper` at a listening socket of its own, and `ask` against it.
+    /// Runs `keeper` at a listening socket, and `ask` as its client.
     fn with_keeper(keeper: impl FnOnce(Fd) + Send + 'static, ask: impl FnOnce(&Keeper)) {
         let dir = std::env::temp_dir().join(format!("pagefold-keeper-{}-{:?}", std::process::id(), Instant::now()));
         std::fs::create_dir(&dir).unwrap();
@@ -464,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn more_names_than_one_answer_holds_are_told_in_order() {
+    fn more_names_than_fit_in_one_reply_are_listed_in_order() {
         with_keeper(
             |listener| serve(&listener).unwrap(),
             |keeper| {
@@ -480,8 +487,8 @@ mod tests {
     }
 
     #[test]
-    fn a_keeper_that_tells_the_first_names_only_is_not_believed() {
-        // As the first version did: whatever it is asked to begin behind.
+    fn an_old_keeper_that_lists_only_the_first_names_is_detected() {
+        // As in the first version: it ignores the name after which the list should begin.
         let tell = |list: Vec<u8>| {
             move |listener: Fd| {
                 let peer = loop {
@@ -502,7 +509,7 @@ mod tests {
             told.into_inner().unwrap().unwrap()
         };
         assert_eq!(ask(names(1129)).unwrap_err().kind(), io::ErrorKind::InvalidData);
-        // What leaves room for another is all.
+        // A reply with space for another name is the whole list.
         assert_eq!(ask(names(1000)).unwrap().len(), 1000);
     }
 
@@ -513,9 +520,9 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_comes_late_is_nobodys() {
+    fn a_late_reply_is_not_taken_for_another_requests() {
         let (go, wait) = std::sync::mpsc::channel();
-        // Says nothing to the first question before it was given up.
+        // Does not reply to the first request before the client has given up.
         let slow = move |listener: Fd| {
             let peer = first_peer(&listener);
             let mut question = [0; 256];
@@ -536,7 +543,7 @@ mod tests {
                 io::ErrorKind::WouldBlock,
                 "the first is not answered"
             );
-            // Neither is lost: the keeper has been told when it looks.
+            // Neither request is lost: the keeper reads both later.
             keeper.forget_soon("second").unwrap();
             sock::set_timeout(&keeper.socket, 20_000).unwrap();
             go.send(()).unwrap();
@@ -545,18 +552,19 @@ mod tests {
     }
 
     #[test]
-    fn a_service_manager_goes_first() {
+    fn the_service_manager_may_restart_the_daemon_first() {
         let lost = |grace| {
-            let mut watch = Watch { owner: Some(7), command: vec![b"true".to_vec()], grace, ..Watch::default() };
-            watch.start_if_due(true);
-            watch.ended(8);
-            watch.start_if_due(true);
-            assert!(watch.started.is_none(), "the owner is there");
-            watch.ended(7);
-            watch.start_if_due(false);
-            assert!(watch.started.is_none(), "nothing is held");
-            watch.start_if_due(true);
-            watch.started.is_some()
+            let mut supervision =
+                Supervision { owner: Some(7), command: vec![b"true".to_vec()], grace, ..Supervision::default() };
+            supervision.start_if_due(true);
+            supervision.ended(8);
+            supervision.start_if_due(true);
+            assert!(supervision.started.is_none(), "the owner is connected");
+            supervision.ended(7);
+            supervision.start_if_due(false);
+            assert!(supervision.started.is_none(), "nothing is held");
+            supervision.start_if_due(true);
+            supervision.started.is_some()
         };
         assert!(lost(Duration::ZERO) && !lost(Duration::from_secs(3600)));
     }

@@ -13,22 +13,23 @@
 //!                 content slabs: slots of one size class
 //! ```
 //!
-//! A *leaf* holds the words of eight neighbouring pages of a region, one cache
-//! line; a region whose length is known has one more, its *record*. A *page word* is what a page shows: nothing, a 32-bit pattern that
-//! fills it, the offset of a content, or "lost". A *content* is a header of
-//! three words and a payload:
+//! A *leaf* holds the words of eight neighbouring pages of a client, one cache
+//! line. A client with a known number of pages has one more leaf, its *record*.
+//! A *page word* says what a page holds: nothing, a 32-bit pattern that fills
+//! it, the offset of a content, or "lost". A *content* is a header of three
+//! words and a payload:
 //!
 //! ```text
-//! word 0   fingerprint of the 4096 bytes, keyed by the domain: found by it, proven by it
+//! word 0   fingerprint of the 4096 bytes, keyed by the domain: finds and verifies the content
 //! word 1   payload bytes: 16 | codec: 8 | dictionary: 8 | compressed densely in vain: 1 | 0
-//! word 2   references: 32 | tick of the last store: 16 | patches that build on it: 16
+//! word 2   references: 32 | tick of the last store: 16 | patches that use it as base: 16
 //! ```
 //!
-//! What may be trusted after a crash at any instruction: a page word (or, for a
-//! new leaf, its key) is stored last, with release order, when all it names is
-//! complete; so the words are the truth. Reference counts, free slots, the
-//! content index and the directories are derived from them on adoption, and
-//! therefore need no order of their own.
+//! The page words can be trusted after a crash at any instruction: a page word
+//! (or, for a new leaf, its key) is stored last, with release order, when
+//! everything it names is complete. Adoption derives reference counts, free
+//! slots, the content index and the directories from the words, so stores to
+//! these need no order.
 
 /// Words in a slab.
 pub(crate) const SLAB_WORDS: usize = 32 * 1024;
@@ -39,7 +40,7 @@ pub(crate) const SLABS_MAX: usize = 1 << 20;
 
 /// First word of every arena.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"pgfdtier");
-/// Changes with every change of this file that a successor must know of.
+/// Changes with every change of the format.
 pub(crate) const VERSION: u64 = 1;
 
 /// Superblock words.
@@ -58,7 +59,7 @@ pub(crate) mod superblock {
     pub const CHECK: usize = 6;
     /// Process that owns the arena, or 0.
     pub const OWNER_PID: usize = 8;
-    /// Start time of that process, in clock ticks since boot: tells a reused process number.
+    /// Start time of that process, in clock ticks since boot, which detects a reused process number.
     pub const OWNER_START: usize = 9;
     /// Directory of dictionaries: length | check << 32, 0 while unused.
     pub const DICTIONARIES: usize = 64;
@@ -102,38 +103,38 @@ const _: () = assert!(LEAF_LINES.is_multiple_of(8) && LEAF_LINES + LEAVES_PER_SL
 
 /// Bits of a cluster number (a page number without its low three bits).
 pub(crate) const CLUSTER_BITS: u32 = 33;
-/// The cluster whose leaf is no leaf but the region's record: its first word says how long the region is.
+/// The cluster of the client's record: its leaf's first word holds the client's number of pages.
 pub(crate) const RECORD_CLUSTER: u64 = (1 << CLUSTER_BITS) - 1;
 /// First page number that does not fit.
 pub(crate) const PAGES_MAX: u64 = RECORD_CLUSTER * LEAF_PAGES as u64;
 
-/// Tag of a region's record: as a page word it names nothing.
+/// Tag of a client's record. It is not the tag of a page word.
 const TAG_RECORD: u64 = 0x7f;
 
-/// First word of the record of a region of `pages` pages.
+/// First word of the record of a client of `pages` pages.
 pub(crate) const fn record_word(pages: u64) -> u64 {
     TAG_RECORD | pages << 8
 }
 
-/// Pages of the region, from the first word of its record.
+/// The client's number of pages, from the first word of its record.
 pub(crate) const fn record_pages(word: u64) -> Option<u64> {
     if word & 0xff == TAG_RECORD && word >> 8 <= PAGES_MAX { Some(word >> 8) } else { None }
 }
 
-/// First region number that does not fit.
-pub(crate) const REGIONS_MAX: u32 = 1 << 31;
+/// First client number that does not fit.
+pub(crate) const CLIENTS_MAX: u32 = 1 << 31;
 
-/// Key of a leaf: region and cluster; never 0, because regions count from 1.
-pub(crate) const fn leaf_key(region: u32, cluster: u64) -> u64 {
-    (region as u64) << CLUSTER_BITS | cluster
+/// Key of a leaf: client and cluster; never 0, because clients count from 1.
+pub(crate) const fn leaf_key(client: u32, cluster: u64) -> u64 {
+    (client as u64) << CLUSTER_BITS | cluster
 }
 
-/// Region and cluster of a key.
+/// Client and cluster of a key.
 pub(crate) const fn split_key(key: u64) -> (u32, u64) {
     ((key >> CLUSTER_BITS) as u32, key & ((1 << CLUSTER_BITS) - 1))
 }
 
-/// What a page word says.
+/// What a page word says of its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Shown {
     /// The page is not in the tier.
@@ -142,7 +143,7 @@ pub(crate) enum Shown {
     Fill(u32),
     /// The content at this word offset.
     Content(u64),
-    /// The page was here, and what it showed could not be recovered.
+    /// The tier held the page, and its content could not be recovered.
     Lost,
 }
 
@@ -161,7 +162,7 @@ impl Shown {
         }
     }
 
-    /// Reads a page word; a word that nobody writes is [`Shown::Lost`].
+    /// Decodes a page word; an invalid word is [`Shown::Lost`].
     pub(crate) const fn from_word(word: u64) -> Shown {
         match word & 0xff {
             0 if word == 0 => Shown::Nothing,
@@ -182,7 +183,7 @@ pub(crate) const HEADER_BYTES: usize = HEADER_WORDS * 8;
 pub(crate) struct Meta {
     /// Payload bytes; of a written-back content, those in the file.
     pub len: u16,
-    /// How the payload is to be read, and [`Meta::ON_DISK`].
+    /// How the payload is encoded, and [`Meta::ON_DISK`].
     pub codec: u8,
     /// Dictionary number, 0 for none.
     pub dictionary: u8,
@@ -215,7 +216,7 @@ impl Meta {
     }
 }
 
-/// Bit of a content's second word: dense compression gained nothing. Set and read by the cleaner.
+/// Bit of a content's second word: dense compression saved nothing. Set and read by the cleaner.
 pub(crate) const TRIED: u64 = 1 << 32;
 
 /// Fields of a content's third word.
@@ -257,7 +258,7 @@ const fn class_bytes() -> [usize; CLASSES] {
     table
 }
 
-/// Class whose slots hold `bytes`, header included.
+/// Smallest class with slots for `bytes`, header included.
 pub(crate) fn class_of(bytes: usize) -> usize {
     CLASS_BYTES.partition_point(|slot| *slot < bytes)
 }
@@ -272,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_read_back_and_strangers_are_lost() {
+    fn page_words_decode_and_invalid_ones_are_lost() {
         for shown in [Shown::Nothing, Shown::Fill(0), Shown::Fill(!0), Shown::Content(1 << 39), Shown::Lost] {
             assert_eq!(Shown::from_word(shown.word()), shown);
         }
@@ -293,7 +294,7 @@ mod tests {
 
     #[test]
     fn keys_split() {
-        let key = leaf_key(REGIONS_MAX - 1, (1 << CLUSTER_BITS) - 1);
-        assert_eq!(split_key(key), (REGIONS_MAX - 1, (1 << CLUSTER_BITS) - 1));
+        let key = leaf_key(CLIENTS_MAX - 1, (1 << CLUSTER_BITS) - 1);
+        assert_eq!(split_key(key), (CLIENTS_MAX - 1, (1 << CLUSTER_BITS) - 1));
     }
 }

@@ -1,82 +1,81 @@
-//! LZ4's quick compressor for exactly one page.
+//! LZ4's fast compressor for exactly one page.
 //!
-//! The C library's, on blocks of this size, fills a table twice as large as a page can use, and finds out that a page does
-//! not get small enough when it has written that much. Here the table fits the page, and a page that gets on badly is left,
-//! unless its rest is of another kind: of guests' pages of which the first half had not shrunk to 0.8, 97 of 100 were not
-//! wanted in the end.
+//! The C library's compressor fills a table twice as large as a page can use, and notices only at the end that a page does
+//! not get small enough. Here the table fits the page. A page that compresses badly is given up early, unless its rest
+//! looks different: of guests' pages with a first half that had not shrunk to 0.8, 97 of 100 did not get small enough.
 //!
-//! The output is an ordinary LZ4 block, which the C library reads, here too.
+//! The output is an ordinary LZ4 block. The C library decodes it, in this crate too.
 
 use pagefold_os::{PAGE_SIZE, Page};
 
-/// Bytes behind the longest block: literals are written 16 at a time.
+/// Bytes after the longest block, because literals are written 16 at a time.
 pub(crate) const SLOP: usize = 16;
 
-/// Where a block is written.
+/// The buffer for a block.
 pub(crate) type Block = [u8; PAGE_SIZE + SLOP];
 
 const TABLE_BITS: u32 = 12;
 const MATCH_MIN: usize = 4;
-/// No match begins behind this place, or ends behind that one: the format wants it so.
+/// The last offsets at which a match may begin and end, by the format.
 const BEGIN_MAX: usize = PAGE_SIZE - 12;
 const END_MAX: usize = PAGE_SIZE - 5;
-/// Vain looks before the steps between looks get longer.
+/// Failed searches before the search step grows.
 const PATIENCE_LOG: u32 = 6;
-/// From this place on a page may be left, by how many bytes it must lag behind the ratio that is wanted.
+/// The offset from which a page may be given up, and by how many bytes it must exceed the wanted ratio then.
 const LEFT_FROM: usize = 1024;
 const LAG: usize = 128;
-/// Lengths from here on are continued in bytes of their own.
+/// Lengths of at least this continue in further bytes.
 const LONG: usize = 15;
 
 /// A compressor.
 pub(crate) struct Encoder {
-    /// The last place of each hash; 0 stands for none as well, and is never wrong.
+    /// The last offset of each hash. 0 also stands for none, which is harmless because candidates are compared.
     places: [u16; 1 << TABLE_BITS],
 }
 
-/// The page, whose words may begin anywhere.
+/// The page, read in unaligned words.
 #[derive(Clone, Copy)]
 struct Source<'a>(&'a Page);
 
 impl Source<'_> {
     /// # Safety
-    /// The word ends inside the page.
+    /// The word must end inside the page.
     unsafe fn word(self, at: usize) -> u32 {
         debug_assert!(at + 4 <= PAGE_SIZE);
-        // SAFETY: inside the page, by the caller.
+        // SAFETY: the word lies inside the page (the function's contract); the read is unaligned.
         unsafe { self.0.as_ptr().add(at).cast::<u32>().read_unaligned() }
     }
 
     /// # Safety
-    /// The word ends inside the page.
+    /// The word must end inside the page.
     unsafe fn long(self, at: usize) -> u64 {
         debug_assert!(at + 8 <= PAGE_SIZE);
-        // SAFETY: inside the page, by the caller.
+        // SAFETY: the word lies inside the page (the function's contract); the read is unaligned.
         unsafe { self.0.as_ptr().add(at).cast::<u64>().read_unaligned() }
     }
 
     /// # Safety
-    /// Both lie inside the page.
+    /// Both words must lie inside the page.
     unsafe fn are_equal(self, at: usize, other: usize) -> bool {
         debug_assert!(at.max(other) < PAGE_SIZE);
-        // SAFETY: inside the page, by the caller.
+        // SAFETY: the word lies inside the page (the function's contract); the read is unaligned.
         unsafe { self.0.get_unchecked(at) == self.0.get_unchecked(other) }
     }
 
-    /// How many bytes from `at` on, as far as a match may reach, equal those from `before` on, which is less.
+    /// How many bytes from `at` on equal those from `before` on, up to the end of a match. `before` is less than `at`.
     #[inline(always)]
     fn equal(self, at: usize, before: usize) -> usize {
         debug_assert!(before < at);
         let mut len = 0;
         while at + len + 8 <= END_MAX {
-            // SAFETY: ends inside the page, as just seen; what lies before it does too.
+            // SAFETY: the condition keeps the word at `at` inside the page, and the one at `before` ends earlier.
             let differ = unsafe { self.long(at + len) ^ self.long(before + len) };
             if differ != 0 {
                 return len + differ.trailing_zeros() as usize / 8;
             }
             len += 8;
         }
-        // SAFETY: what matches ends inside the page, and the other lies before.
+        // SAFETY: `at` stays inside the page, and `before` is less.
         while at + len < END_MAX && unsafe { self.are_equal(at + len, before + len) } {
             len += 1;
         }
@@ -84,7 +83,7 @@ impl Source<'_> {
     }
 }
 
-/// The block so far. It stays within `len_max`, which is at most a page.
+/// The block so far. Its length never exceeds `len_max`, which is at most a page.
 struct Sink<'a> {
     block: &'a mut Block,
     len: usize,
@@ -93,37 +92,37 @@ struct Sink<'a> {
 
 impl Sink<'_> {
     /// # Safety
-    /// Not more than [`SLOP`] bytes behind a page.
+    /// The block must not be longer than a page and [`SLOP`] bytes.
     unsafe fn push(&mut self, byte: u8) {
         debug_assert!(self.len < self.block.len());
-        // SAFETY: inside the block, by the caller.
+        // SAFETY: the offset lies inside the buffer (the function's contract).
         unsafe { *self.block.get_unchecked_mut(self.len) = byte };
         self.len += 1;
     }
 
-    /// The rest of a length of which [`LONG`] stands in the token.
+    /// Writes the rest of a length; its first [`LONG`] is in the token.
     ///
     /// # Safety
-    /// There is room for it.
+    /// The buffer must have space for it.
     unsafe fn push_rest(&mut self, mut rest: usize) {
         while rest >= 255 {
-            // SAFETY: there is room, by the caller.
+            // SAFETY: the buffer has space (the function's contract).
             unsafe { self.push(255) };
             rest -= 255;
         }
-        // SAFETY: as above.
+        // SAFETY: the buffer has space (the function's contract).
         unsafe { self.push(rest as u8) };
     }
 
-    /// A token and the literals behind it, `from..to` of the page; returns the token's place. `None` if that and the start of
-    /// a match would end behind `len_max`.
+    /// Writes a token and the literals after it, `from..to` of the page; returns the token's offset. `None` if they and the
+    /// start of a match would exceed `len_max`.
     #[inline(always)]
     fn literals(&mut self, source: Source<'_>, from: usize, to: usize) -> Option<usize> {
         let (token, len) = (self.len, to - from);
         if token + 1 + len / 255 + 1 + len + 2 > self.len_max {
             return None;
         }
-        // SAFETY: there is room, as just seen.
+        // SAFETY: the check above leaves enough space.
         unsafe {
             self.push((len.min(LONG) << 4) as u8);
             if len >= LONG {
@@ -134,8 +133,8 @@ impl Sink<'_> {
             debug_assert!(self.len + len + SLOP <= self.block.len());
             let mut done = 0;
             while done < len {
-                // SAFETY: what is read ends less than so much behind `to`, and what is written less than so much behind
-                // `len_max`: inside page and block.
+                // SAFETY: the read ends less than 16 bytes after `to`, and the write less than 16 bytes after `len_max`: inside
+                // page and buffer.
                 unsafe {
                     let piece = source.0.as_ptr().add(from + done).cast::<[u8; SLOP]>().read();
                     self.block.as_mut_ptr().add(self.len + done).cast::<[u8; SLOP]>().write(piece);
@@ -149,7 +148,7 @@ impl Sink<'_> {
         Some(token)
     }
 
-    /// A match of the given length, `offset` bytes back, behind the literals of `token`; `None` if it would end behind
+    /// Writes a match of the given length, `offset` bytes back, after the literals of `token`; `None` if it would exceed
     /// `len_max`.
     #[inline(always)]
     fn push_match(&mut self, token: usize, offset: usize, len: usize) -> Option<()> {
@@ -158,7 +157,7 @@ impl Sink<'_> {
         }
         let rest = len - MATCH_MIN;
         self.block[token] |= rest.min(LONG) as u8;
-        // SAFETY: there is room, as just seen.
+        // SAFETY: the check above leaves enough space.
         unsafe {
             self.push(offset as u8);
             self.push((offset >> 8) as u8);
@@ -170,8 +169,7 @@ impl Sink<'_> {
     }
 }
 
-/// Whether the rest of a page is of another kind than what came before it, and may shrink where that did not: samples of it
-/// have fewer values.
+/// Returns true if the rest of a page may compress although its start did not: samples of it have fewer values.
 #[inline(never)]
 fn differs((before, rest): (&[u8], &[u8])) -> bool {
     const SAMPLES: usize = 64;
@@ -189,9 +187,9 @@ fn hash(word: u32) -> usize {
     (word.wrapping_mul(2_654_435_761) >> (32 - TABLE_BITS)) as usize
 }
 
-/// Reads a block by the C library; false if it is none of exactly a page.
+/// Decodes a block with the C library; false if it does not decode to exactly a page.
 pub(crate) fn decode(block: &[u8], page: &mut Page) -> bool {
-    // SAFETY: the function reads at most the block and writes at most the page, whatever the bytes are.
+    // SAFETY: the function gets both lengths, reads at most the block and writes at most the page, for any input bytes.
     let len = unsafe {
         lz4_sys::LZ4_decompress_safe(
             block.as_ptr().cast(),
@@ -208,7 +206,7 @@ impl Encoder {
         Encoder { places: [0; 1 << TABLE_BITS] }
     }
 
-    /// Compresses `page` into `block`; `None` above `len_max` bytes, or where it looks as if it would come to that.
+    /// Compresses `page` into `block`; `None` above `len_max` bytes, or if it expects to exceed them.
     pub(crate) fn encode(&mut self, page: &Page, block: &mut Block, len_max: usize) -> Option<usize> {
         let len_max = len_max.min(PAGE_SIZE);
         let source = Source(page);
@@ -216,7 +214,7 @@ impl Encoder {
         self.places.fill(0);
         let (mut from, mut at, mut is_hopeful) = (0, 1, false);
         while let Some((mut place, mut before)) = self.find(source, at) {
-            // SAFETY: before places inside the page.
+            // SAFETY: `at` is at most the last offset at which a match may begin, so the words lie inside the page.
             while place > from && before > 0 && unsafe { source.are_equal(place - 1, before - 1) } {
                 (place, before) = (place - 1, before - 1);
             }
@@ -236,15 +234,15 @@ impl Encoder {
         sink.literals(source, from, PAGE_SIZE).map(|_| sink.len)
     }
 
-    /// The next place from `at` on that has a match, and that.
+    /// The next offset from `at` on that has a match, and the match.
     #[inline(always)]
     fn find(&mut self, source: Source<'_>, at: usize) -> Option<(usize, usize)> {
         let (mut at, mut looks) = (at, 1_usize << PATIENCE_LOG);
         while at <= BEGIN_MAX {
-            // SAFETY: a match may begin here, so 12 bytes follow.
+            // SAFETY: a match may begin at `at`, so 12 bytes follow.
             let word = unsafe { source.word(at) };
             let before = usize::from(std::mem::replace(&mut self.places[hash(word)], at as u16));
-            // SAFETY: what was entered lies before, and ends inside the page too.
+            // SAFETY: entered offsets are less than `at`, so their words end inside the page too.
             if unsafe { source.word(before) } == word {
                 return Some((at, before));
             }
@@ -254,7 +252,7 @@ impl Encoder {
         None
     }
 
-    /// Writes the match at `at`, and those that follow without a literal between; returns where they end.
+    /// Writes the match at `at`, and the matches that follow without a literal; returns the offset where they end.
     #[inline(always)]
     fn follow(
         &mut self,
@@ -272,11 +270,11 @@ impl Encoder {
             if at > BEGIN_MAX {
                 return Some(at);
             }
-            // SAFETY: 12 bytes follow, and a match lies before.
+            // SAFETY: the condition leaves 12 bytes after `at`; the earlier offset is at least that of the match.
             let (word, behind) = unsafe { (source.word(at), source.word(at - 2)) };
             self.places[hash(behind)] = (at - 2) as u16;
             before = usize::from(std::mem::replace(&mut self.places[hash(word)], at as u16));
-            // SAFETY: it lies before.
+            // SAFETY: an entered offset is less than `at`, so its word ends inside the page.
             if unsafe { source.word(before) } != word {
                 return Some(at);
             }
@@ -291,13 +289,13 @@ mod tests {
     use crate::codec::tests::texty;
     use proptest::prelude::*;
 
-    /// What the C library makes of a block.
+    /// The page that the C library decodes from a block.
     fn read(block: &[u8]) -> Option<Page> {
         let mut page = [0; PAGE_SIZE];
         decode(block, &mut page).then_some(page)
     }
 
-    /// Pieces of noise, runs, and repetitions of what is there.
+    /// A page of noise, runs, and repetitions of earlier bytes.
     fn page_of(pieces: &[(u8, u16, u16, u64)]) -> Page {
         let mut page = [0; PAGE_SIZE];
         let mut at = 0;
@@ -324,7 +322,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
         #[test]
-        fn the_library_reads_what_was_written(
+        fn the_library_decodes_every_block(
             pieces in proptest::collection::vec((any::<u8>(), 0_u16..700, 0_u16..4000, any::<u64>()), 1..40),
             len_max in 0_usize..5000,
         ) {
@@ -336,7 +334,7 @@ mod tests {
                 prop_assert!(read(&block[..len]) == Some(page));
             }
             prop_assert!(block[PAGE_SIZE.min(len_max) + SLOP..].iter().all(|byte| *byte == 0xa5));
-            // The next page finds nothing of the last.
+            // A page finds no match in the one before.
             let (mut first, mut second) = ([0; PAGE_SIZE + SLOP], [0; PAGE_SIZE + SLOP]);
             let again = encoder.encode(&page, &mut first, PAGE_SIZE);
             prop_assert_eq!(again, Encoder::new().encode(&page, &mut second, PAGE_SIZE));
@@ -344,9 +342,9 @@ mod tests {
         }
     }
 
-    /// Lengths around those that take one byte more, and what the format wants of a block's end.
+    /// Lengths around those that take one more byte, and the format's rules for a block's end.
     #[test]
-    fn literals_and_matches_of_any_length_are_read() {
+    fn literals_and_matches_of_any_length_are_decoded() {
         let noise = page_of(&[(0, 4096, 0, 5)]);
         let lens = || (0..24).chain(268..276).chain(523..531);
         let mut encoder = Encoder::new();
@@ -360,7 +358,7 @@ mod tests {
                 let len = encoder.encode(&page, &mut block, PAGE_SIZE).expect("small");
                 assert!(len < literals + tail + 48, "{literals}, {run}, {tail}: {len} bytes");
                 assert!(read(&block[..len]) == Some(page), "{literals}, {run}, {tail}");
-                // Where there is just enough room, and where there is not.
+                // With exactly enough space, and with less.
                 for len_max in [len, len - 1] {
                     let mut block = [0xa5; PAGE_SIZE + SLOP];
                     if let Some(len) = encoder.encode(&page, &mut block, len_max) {
@@ -373,13 +371,13 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_as_small_as_the_librarys() {
+    fn blocks_are_about_as_small_as_the_librarys() {
         let (mut ours, mut theirs) = (0, 0);
         for seed in 0..500 {
             let page = texty(seed);
             let mut block = [0; PAGE_SIZE + SLOP];
             ours += Encoder::new().encode(&page, &mut block, PAGE_SIZE).expect("text");
-            // SAFETY: both are as long as is said.
+            // SAFETY: both lengths passed are those of the buffers.
             let len = unsafe {
                 lz4_sys::LZ4_compress_default(
                     page.as_ptr().cast(),
@@ -394,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_is_left_early_and_what_gets_small_in_the_end_is_not() {
+    fn noise_is_given_up_early_unless_the_rest_compresses() {
         let mut block = [0; PAGE_SIZE + SLOP];
         let noise = page_of(&[(0, 4096, 0, 77)]);
         assert_eq!(Encoder::new().encode(&noise, &mut block, PAGE_SIZE), None);

@@ -1,18 +1,17 @@
-//! How fast pages go out, and how many come back at once: pure functions.
+//! How fast pages are evicted, and how many a fault loads: pure functions.
 //!
-//! The governor holds one number, the *idle time*: how long a page must have
-//! been silent before it may go out. Coming back costs its owner time; what
-//! share of the run time may be lost so is the tolerance. Above it the idle
-//! time doubles and the pace halves; well below it both creep the other way.
-//! Slow to take and quick to yield, as in TCP: the share stays near the
-//! tolerance without a model of the program.
+//! The governor controls the *idle time*: how long a page must not have been
+//! written before it may be evicted. A refault costs the client time; the
+//! tolerance is the share of the run time that refaults may cost. Above it the
+//! idle time doubles and the pace halves; well below it both change slowly the
+//! other way. As in TCP, the increase is slow and the decrease fast: the share
+//! stays near the tolerance without a model of the program.
 //!
-//! Pressure comes in two kinds, and they pull in opposite directions. Stalls
-//! *of the client* (memory.pressure of its cgroup) count as time lost, for it
-//! does not matter to the client whose fault they are. Shortage *of the host*
-//! lowers the floor: when the host runs out, taking more from idle clients
-//! beats killing one; but a client over twice its tolerance is left alone even
-//! then.
+//! There are two kinds of pressure, with opposite effects. Stalls *of the
+//! client* (memory.pressure of its cgroup) count as lost time, whatever their
+//! cause. Shortage *of the host* speeds eviction up: evicting more from idle
+//! clients is better than an OOM kill. A client over twice its tolerance is
+//! spared even then.
 
 /// Settings of a [`Governor`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,12 +32,12 @@ impl Default for Limits {
     }
 }
 
-/// What was seen since the last step.
+/// The measurements since the last step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Seen {
     /// Length of the period, in seconds.
     pub elapsed_s: f64,
-    /// Time that the client's threads waited for pages to come back, in seconds.
+    /// Time that the client's threads waited for refaults, in seconds.
     pub refault_s: f64,
     /// Share of the period in which the client stalled on memory for other reasons, 0 to 1 (PSI "some").
     pub client_stalled: f64,
@@ -46,18 +45,18 @@ pub struct Seen {
     pub used: f64,
 }
 
-/// What may go out until the next step.
+/// What may be evicted until the next step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pace {
-    /// Pages that were silent for this long, in seconds.
+    /// Pages that were not written for this long, in seconds.
     pub idle_s: f64,
-    /// At most so many of them per second.
+    /// At most this many of them per second.
     pub pages_per_s: f64,
 }
 
-/// Above this share of the limit, shortage counts.
+/// Memory use above this share of the limit counts as shortage.
 const SHORT_ABOVE: f64 = 0.9;
-/// Slowest pace: one cluster per second, so that a client that recovers is noticed.
+/// Slowest pace: one cluster per second, so that the recovery of a client is noticed.
 const PAGES_PER_S_MIN: f64 = 8.0;
 
 /// The feedback loop of one client.
@@ -68,13 +67,13 @@ pub struct Governor {
 }
 
 impl Governor {
-    /// Begins with an idle time of two minutes, where a third of a fleet's memory is cold, and a sixteenth of the
+    /// Starts with an idle time of two minutes, at which a third of a fleet's memory is cold, and a sixteenth of the
     /// highest pace.
     pub fn new(limits: Limits) -> Governor {
         Governor::starting_at(limits, 120.0)
     }
 
-    /// As [`new`](Self::new), with another idle time to begin with, in seconds.
+    /// As [`new`](Self::new), with another initial idle time, in seconds.
     pub fn starting_at(limits: Limits, idle_s: f64) -> Governor {
         let idle_s = idle_s.clamp(limits.idle_s_min, limits.idle_s_max);
         Governor { limits, pace: Pace { idle_s, pages_per_s: limits.pages_per_s_max / 16.0 } }
@@ -85,7 +84,7 @@ impl Governor {
         self.pace
     }
 
-    /// Takes a period in and sets the pace for the next.
+    /// Evaluates a period and sets the pace for the next.
     pub fn step(&mut self, seen: &Seen) -> Pace {
         let elapsed_s = seen.elapsed_s.max(1e-3);
         let lost = seen.refault_s / elapsed_s + seen.client_stalled;
@@ -112,21 +111,21 @@ impl Governor {
 
 /// Share of time, 0 to 1, in which some task stalled during the last ten seconds, from the text of a pressure file.
 ///
-/// `None` if the text is not one: the kernel may have no PSI, or have it switched off.
+/// `None` if the text is not a pressure file's: the kernel may lack PSI, or have it switched off.
 pub fn stalled_share(pressure: &str) -> Option<f64> {
     let some = pressure.lines().find(|line| line.starts_with("some "))?;
     let share: f64 = some.split_ascii_whitespace().find_map(|field| field.strip_prefix("avg10="))?.parse().ok()?;
     (0.0..=100.0).contains(&share).then_some(share / 100.0)
 }
 
-/// How many pages a fault brings back, by the pattern of the faults of one region.
+/// How many pages a fault loads, by the pattern of one client's faults.
 ///
-/// A fault right behind what the last one brought doubles the window; a fault elsewhere halves it.
+/// A fault right after the last window doubles the window; a fault elsewhere halves it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     pages: u64,
     pages_max: u64,
-    /// One past the last page brought back.
+    /// One past the last loaded page.
     end: u64,
 }
 
@@ -137,11 +136,11 @@ impl Window {
         Window { pages: 1, pages_max: 1 << pages_max.ilog2(), end: u64::MAX }
     }
 
-    /// Pages to bring back for a fault at `page`: a power of two, the aligned group around it.
+    /// How many pages to load for a fault at `page`: a power of two, for the aligned group around it.
     pub fn fault(&mut self, page: u64) -> u64 {
-        // Within the next window counts as behind: the pages between may have been resident.
-        let behind = page >= self.end && page - self.end < self.pages * 2;
-        self.pages = if behind { (self.pages * 2).min(self.pages_max) } else { (self.pages / 2).max(1) };
+        // A fault within the next window counts as sequential: the pages between may be resident.
+        let is_sequential = page >= self.end && page - self.end < self.pages * 2;
+        self.pages = if is_sequential { (self.pages * 2).min(self.pages_max) } else { (self.pages / 2).max(1) };
         self.end = page / self.pages * self.pages + self.pages;
         self.pages
     }
@@ -152,7 +151,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A client of pages that are each touched every so many seconds.
+    /// A client that touches each page periodically.
     struct Client {
         period_s: Vec<f64>,
         next_s: Vec<f64>,
@@ -194,7 +193,7 @@ mod tests {
         }
     }
 
-    /// Runs the loop; returns the share of time lost in the second half, and the share of pages out at the end.
+    /// Runs the loop; returns the share of time lost in the second half, and the share of pages evicted at the end.
     fn simulate(client: &mut Client, governor: &mut Governor, seconds: f64, used: f64) -> (f64, f64) {
         let (mut now_s, mut lost_s) = (0.0, 0.0);
         let start_s = client.last_s.iter().copied().fold(0.0, f64::max);
@@ -225,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tolerance_holds_and_cold_memory_goes_out() {
+    fn the_tolerance_holds_and_cold_memory_is_evicted() {
         let mut out_before = 0.0;
         for tolerance in [0.001, 0.01, 0.1] {
             let mut governor = Governor::new(Limits { tolerance, ..Limits::default() });
@@ -238,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_wakes_up_is_left_alone_quickly() {
+    fn a_client_that_becomes_busy_is_spared_quickly() {
         let mut client = mixed();
         let mut governor = Governor::new(Limits::default());
         simulate(&mut client, &mut governor, 3600.0, 0.5);
@@ -251,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn shortage_takes_more_but_not_without_bound() {
+    fn shortage_evicts_more_but_within_bounds() {
         let (_, relaxed) = simulate(&mut mixed(), &mut Governor::new(Limits::default()), 3600.0, 0.5);
         let (lost, short) = simulate(&mut mixed(), &mut Governor::new(Limits::default()), 3600.0, 1.0);
         assert!(short >= relaxed, "{short} {relaxed}");
@@ -259,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn pressure_files_are_read_and_other_text_is_not() {
+    fn pressure_files_are_parsed_and_other_text_is_refused() {
         let text = "some avg10=12.50 avg60=0.00 avg300=0.00 total=0\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=0\n";
         assert_eq!(stalled_share(text), Some(0.125));
         for text in ["", "full avg10=1.0", "some avg10=x", "some avg10=101", "some total=3"] {

@@ -1,10 +1,10 @@
-//! Memory of this process whose silent pages lie in a tier of its own, with faults served in the faulting thread.
+//! A memory region of this process with its own tier: idle pages are evicted, and faults are served in the faulting thread.
 //!
-//! No daemon, no privilege, and no other thread but [one that is lent](Hand): a touch of a page that is out
-//! raises SIGBUS in the thread that touches it (userfaultfd with
-//! `UFFD_FEATURE_SIGBUS`), and the handler loads the page, proves it by its
-//! fingerprint, copies it in and returns. So nobody has to be woken, which is
-//! where a fault served elsewhere spends its time.
+//! It needs no daemon, no privilege, and no other thread but an optional [`Prefetcher`]. A touch of an evicted page
+//! raises SIGBUS in the touching thread (userfaultfd with
+//! `UFFD_FEATURE_SIGBUS`). The signal handler loads the page, verifies its
+//! fingerprint, copies it in and returns. No thread has to be woken, which
+//! takes most of the time of a fault that another thread serves.
 //!
 //! ```no_run
 //! use pagefold_tier::{Config, Effort, Tier, region::ColdRegion};
@@ -14,46 +14,46 @@
 //! region[..5].copy_from_slice(b"hello");
 //! let parker = region.parker(); // for another thread, while this one uses the bytes
 //! parker.park(0..256 << 20, Effort::Dense);
-//! assert_eq!(&region[..5], b"hello"); // brought back by the touch
+//! assert_eq!(&region[..5], b"hello"); // the touch loads the page
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! **What a program must know.**
 //!
-//! - *System calls* that meet a page that is out get `EFAULT`: they do not
-//!   fault like instructions. A buffer in a region that is passed to one is
-//!   [pinned](ColdRegion::pin) first, which brings it back and keeps it.
-//! - *SIGBUS*: the first region installs a handler for the whole process.
-//!   What is not a fault of ours goes to the handler that was there before,
-//!   with the mask it asked for, or to the default. A handler that the program
-//!   installs later must pass on what it does not know; SIGBUS must not be
-//!   blocked in a thread that touches a region.
+//! - *System calls* with a buffer in an evicted page fail with `EFAULT`: they
+//!   do not fault like instructions. The program [pins](ColdRegion::pin) such a
+//!   buffer first, which loads its pages and keeps them resident.
+//! - *SIGBUS*: the first region installs a handler for the whole process. It
+//!   passes other signals on to the previous handler, with the mask which that
+//!   one requested, or to the default. A handler that the program installs later
+//!   must pass on signals it does not know. SIGBUS must not be blocked in a
+//!   thread that touches a region.
 //! - *Stack*: the handler runs on the stack of the faulting thread and needs
-//!   8 KiB there, the kernel's frame of the signal included (measured by
+//!   8 KiB there, the kernel's signal frame included (measured by
 //!   `tests/unprivileged_region.rs`); its buffers lie elsewhere.
 //! - *fork*: a child does not have the region (`MADV_DONTFORK`): a touch there
-//!   is SIGSEGV, never zeros. What a child needs, it gets by other means. The
-//!   region's methods do nothing in a child.
-//! - *Debuggers and core dumps* see nothing of a page that is out.
-//! - *The allocator's memory* must not be in a region: the tier allocates when
-//!   it stores. Neither may a [`Backing`](crate::Backing) allocate in `read`.
-//! - A page that cannot be brought back (damaged, or its file unreadable) is
-//!   SIGBUS for who touches it, at each touch again; never other bytes.
+//!   is SIGSEGV, never zeros. The region's methods do nothing in a child.
+//! - *Debuggers and core dumps* cannot read evicted pages.
+//! - *The allocator's memory* must not be in a region, because the tier
+//!   allocates when it stores. A [`Backing`](crate::Backing) must not allocate
+//!   in `read`.
+//! - A page that cannot be loaded (damaged, or its file unreadable) raises
+//!   SIGBUS at each touch; a touch never reads other bytes.
 //!
-//! **Why the handler is safe.** It allocates nothing, frees nothing and takes
-//! one kind of lock, a cluster's, and that only for pages that are in the file
-//! or that are disturbed. Who holds one in the same thread would be waited for
-//! for ever; but the tier belongs to the region, and whoever is inside the tier
-//! has all signals blocked, touches no memory of a region (pages are copied by
-//! the kernel, which says `EFAULT` where an instruction would fault) and waits
-//! for no page. Buffers for decompression lie in a pool; who has one waits for
-//! nobody who wants one.
+//! **Why the handler is safe.** It allocates nothing, frees nothing, and takes
+//! only cluster locks, and these only for pages that are in the file or are
+//! being changed. If the interrupted code of the same thread held such a lock,
+//! the handler would deadlock. That cannot happen: the tier belongs to the
+//! region, and code inside the tier has all signals blocked, touches no memory
+//! of a region (the kernel copies pages, and reports `EFAULT` where an
+//! instruction would fault) and waits for no page. Buffers for decompression
+//! come from a pool; a thread that has one never waits for another.
 //!
-//! **No write is lost.** A page goes out in the steps of the cold tier: copied
-//! and stored while the program goes on; then frozen (`UFFDIO_MOVE`), compared
-//! with its copy, and only if equal taken away. Each page has one byte that
-//! says where it is; who changes it does so by compare-and-swap: one thread
-//! brings a page back, all others wait for it.
+//! **No write is lost.** A page is evicted in the steps of the cold tier: it is
+//! copied and stored while the program runs; then frozen (`UFFDIO_MOVE`),
+//! compared with its copy, and dropped only if equal. Each page has a state
+//! byte, which threads change by compare-and-swap: one thread loads a page, all
+//! others wait for it.
 
 mod decoder;
 mod fault;
@@ -68,39 +68,39 @@ use pagefold_os::{Errno, PAGE_SIZE};
 use std::ops::{Deref, DerefMut, Range};
 use thiserror::Error;
 
-/// Longest region, in bytes.
+/// Largest region, in bytes.
 pub const REGION_BYTES_MAX: usize = 256 << 30;
-/// Most regions of a process at once.
+/// Most regions of a process at the same time.
 pub const REGIONS_MAX: usize = fault::SLOTS;
-/// Pages that a fault brings back at most, while the program walks upwards; half as many without a [`Hand`].
+/// Most pages that a fault loads, if the program accesses them in ascending order; half as many without a [`Prefetcher`].
 pub const FAULT_PAGES_MAX: usize = 32;
 
-/// Why a region could not be made.
+/// Why a region could not be created.
 #[derive(Debug, Error)]
 pub enum RegionError {
-    /// The length is none.
-    #[error("a region of {bytes} bytes cannot be made: 1 byte to 256 GiB")]
+    /// The length is out of range.
+    #[error("a region of {bytes} bytes cannot be created: the length is 1 byte to 256 GiB")]
     Size {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: usize,
     },
     /// The process has [`REGIONS_MAX`] regions.
-    #[error("no more than {REGIONS_MAX} regions at once: drop one first")]
+    #[error("a process has at most {REGIONS_MAX} regions: drop one first")]
     TooMany,
-    /// The kernel gives no userfaultfd with signals, moves and asynchronous write protection.
-    #[error("userfaultfd: {0}: Linux 6.8 or later, and no filter of system calls in the way, are needed")]
+    /// The kernel refuses a userfaultfd with signals, moves and asynchronous write protection.
+    #[error("userfaultfd: {0}: it needs Linux 6.8 or later, and no seccomp filter that forbids it")]
     Userfaultfd(#[source] Errno),
-    /// The kernel gives no memory, or not what belongs to it.
+    /// The kernel refuses memory, or a descriptor or signal handler that the region needs.
     #[error("memory for the region: {0}")]
     Memory(#[source] Errno),
-    /// The tier knows the region already, or has no room for its record.
+    /// The tier cannot store the region's record.
     #[error(transparent)]
     Tier(#[from] StoreError),
 }
 
-/// Pages that cannot be brought back: damaged, or their file unreadable. A touch of them is SIGBUS.
+/// Pages that cannot be loaded: damaged, or their file unreadable. A touch of them raises SIGBUS.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{pages} pages of the region cannot be brought back, the first at byte {first}; a touch of them is SIGBUS")]
+#[error("{pages} pages of the region cannot be loaded, the first at byte {first}; a touch of them raises SIGBUS")]
 pub struct Unreadable {
     /// Offset of the first in bytes.
     pub first: usize,
@@ -108,78 +108,78 @@ pub struct Unreadable {
     pub pages: u64,
 }
 
-/// What became of the pages that were to go out.
+/// What happened to the pages that were to be evicted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parked {
-    /// They are out.
+    /// Evicted.
     pub pages: u64,
-    /// Written while they were on their way, or in the hands of a device: they stay.
+    /// Written meanwhile, or in use by a device: they stay resident.
     pub busy: u64,
-    /// Pinned: they stay.
+    /// Pinned: they stay resident.
     pub pinned: u64,
-    /// The tier is full or has no memory: they stay.
+    /// Refused by the tier, which is full or has no memory: they stay resident.
     pub refused: u64,
 }
 
-/// A moment's figures of a region; counters count from its making.
+/// The figures of a region now; counters count from its creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RegionStats {
     /// Pages of the region.
     pub pages: u64,
-    /// Pages that are out now.
+    /// Pages that are evicted now.
     pub pages_out: u64,
-    /// Pages that ever went out.
+    /// Evictions so far.
     pub pages_parked: u64,
-    /// Pages that came back, by faults and by `unpark`.
-    pub pages_back: u64,
-    /// Faults on pages that were out.
+    /// Pages loaded, by faults and by `unpark`.
+    pub pages_loaded: u64,
+    /// Faults on evicted pages.
     pub faults: u64,
-    /// Time that threads spent in them, in nanoseconds.
+    /// Time that threads spent in these faults, in nanoseconds.
     pub fault_ns: u64,
-    /// Pages of these faults' windows that a [`Hand`] brought.
-    pub pages_by_hand: u64,
-    /// Faults on fresh pages near pages that are out.
+    /// Pages of these faults' windows that a [`Prefetcher`] loaded.
+    pub pages_prefetched: u64,
+    /// Faults on never written pages near evicted ones.
     pub zero_faults: u64,
-    /// Attempts to bring a page back that failed.
+    /// Failed attempts to load a page.
     pub pages_unreadable: u64,
     /// Pages pinned now.
     pub pages_pinned: u64,
 }
 
-/// Memory whose pages may be out: private, zeroed at first, writable like any.
+/// A memory region with pages that may be evicted: private, initially zero, and writable.
 ///
-/// Dropping it unmaps the memory, once the last [`Parker`] and [`Pinned`] are gone too.
+/// The memory is unmapped when the region and its last [`Parker`], [`Prefetcher`] and [`Pinned`] are dropped.
 #[derive(Debug)]
 pub struct ColdRegion {
     shared: Handle,
 }
 
-/// Puts pages of a region out and brings them back, from any thread, while others use the bytes.
+/// Evicts and loads pages of a region, from any thread, while other threads use the bytes.
 #[derive(Clone, Debug)]
 pub struct Parker {
     shared: Handle,
 }
 
-/// A second hand of a region: a thread that brings some of the pages behind a fault while the program walks upwards.
+/// Prefetches for a region: its thread loads some of the pages after a fault, if the program accesses them in order.
 ///
 /// ```no_run
 /// # use pagefold_tier::{Config, Tier, region::ColdRegion};
 /// # let tier = Tier::create(Config::default(), None)?;
 /// let region = ColdRegion::new(tier, 256 << 20)?;
-/// let hand = region.hand();
-/// let thread = std::thread::spawn(move || hand.work());
+/// let prefetcher = region.prefetcher();
+/// let thread = std::thread::spawn(move || prefetcher.run());
 /// # let pages = region.as_chunks::<4096>().0;
-/// let sum: u64 = pages.iter().map(|page| u64::from(page[0])).sum(); // two threads bring the pages
-/// drop(region); // ends the work
+/// let sum: u64 = pages.iter().map(|page| u64::from(page[0])).sum(); // two threads load the pages
+/// drop(region); // ends the prefetcher
 /// # thread.join().unwrap();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
-pub struct Hand {
+pub struct Prefetcher {
     shared: Handle,
 }
 
-/// Keeps pages of a region here for as long as it lives.
+/// Keeps pages of a region resident until it is dropped.
 #[derive(Debug)]
 pub struct Pinned {
     shared: Handle,
@@ -187,7 +187,7 @@ pub struct Pinned {
 }
 
 impl ColdRegion {
-    /// Maps `bytes` bytes, rounded up to pages, over a tier that is the region's alone from here on.
+    /// Maps `bytes` bytes, rounded up to pages. The region owns the tier from here on.
     ///
     /// # Errors
     /// [`RegionError`].
@@ -198,27 +198,27 @@ impl ColdRegion {
         Ok(ColdRegion { shared: Handle::new(tier, bytes)? })
     }
 
-    /// A handle for the thread that puts pages out.
+    /// A handle for a thread that evicts pages.
     pub fn parker(&self) -> Parker {
         Parker { shared: self.shared.clone() }
     }
 
-    /// A second hand, for a thread that does nothing else.
-    pub fn hand(&self) -> Hand {
-        Hand { shared: self.shared.clone() }
+    /// A prefetcher, for a thread of its own.
+    pub fn prefetcher(&self) -> Prefetcher {
+        Prefetcher { shared: self.shared.clone() }
     }
 
-    /// First byte, for programs that share the memory between threads by rules of their own.
+    /// Address of the first byte, for programs with their own rules for sharing the memory between threads.
     ///
-    /// Good until the region is dropped.
+    /// Valid until the region is dropped.
     pub fn as_ptr(&self) -> *mut u8 {
         self.shared.memory().as_ptr()
     }
 
-    /// Brings a range of bytes back and keeps it: for buffers of system calls.
+    /// Loads the pages of a range of bytes and keeps them resident, for buffers of system calls.
     ///
     /// # Errors
-    /// A page cannot be brought back; nothing is pinned then.
+    /// A page cannot be loaded; nothing is pinned then.
     ///
     /// # Panics
     /// If the range is not in the region.
@@ -226,8 +226,8 @@ impl ColdRegion {
         self.parker().pin(bytes)
     }
 
-    /// Gives the pages wholly in a range of bytes back to the system and forgets what the tier has for them; all of the
-    /// range reads as zero.
+    /// Frees the pages that lie wholly in a range of bytes, and their entries in the tier. The whole range reads as zero
+    /// then.
     ///
     /// # Panics
     /// If the range is not in the region.
@@ -247,7 +247,7 @@ impl ColdRegion {
         self[end..bytes.end].fill(0);
     }
 
-    /// The figures of the moment.
+    /// The figures now.
     pub fn stats(&self) -> RegionStats {
         self.shared.stats()
     }
@@ -262,7 +262,7 @@ impl Deref for ColdRegion {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         let memory = self.shared.memory();
-        // SAFETY: the mapping lives as long as `self`, and what is out comes back with the bytes that it had.
+        // SAFETY: `shared` keeps the mapping as long as `self`, and an evicted page is loaded with the bytes that it had.
         unsafe { std::slice::from_raw_parts(memory.as_ptr(), memory.len()) }
     }
 }
@@ -270,7 +270,8 @@ impl Deref for ColdRegion {
 impl DerefMut for ColdRegion {
     fn deref_mut(&mut self) -> &mut [u8] {
         let memory = self.shared.memory();
-        // SAFETY: as above, and `&mut self` is the only safe way to write.
+        // SAFETY: `shared` keeps the mapping as long as `self`, an evicted page is loaded with the bytes that it had, and
+        // `&mut self` is the only safe way to write.
         unsafe { std::slice::from_raw_parts_mut(memory.as_ptr(), memory.len()) }
     }
 }
@@ -282,7 +283,7 @@ impl Drop for ColdRegion {
 }
 
 impl Parker {
-    /// Puts the pages of a range of bytes out, those written meanwhile and those pinned excepted.
+    /// Evicts the pages of a range of bytes, except pages that are pinned or are written meanwhile.
     ///
     /// # Panics
     /// If the range is not in the region.
@@ -290,17 +291,17 @@ impl Parker {
         self.shared.park(self.shared.pages_of(&bytes), effort)
     }
 
-    /// Puts those pages out that were not written between `silent` calls of this (1 to 30), and lets a tick of the tier
-    /// pass: to be called every few seconds. A page that came back soon must be silent for twice as long, up to eight
-    /// times.
-    pub fn cool(&self, silent: u8) -> Parked {
-        self.shared.cool(silent.clamp(1, 30))
+    /// Evicts pages that were not written during the last `idle` calls of this method (1 to 30), and advances the tier's
+    /// tick: a thread calls this every few seconds. A page that was loaded soon after its eviction must be idle for twice
+    /// as long, up to eight times.
+    pub fn park_idle(&self, idle: u8) -> Parked {
+        self.shared.park_idle(idle.clamp(1, 30))
     }
 
-    /// Brings the pages of a range back; returns how many.
+    /// Loads the evicted pages of a range; returns how many.
     ///
     /// # Errors
-    /// Some cannot be brought back; the others are here.
+    /// Some pages cannot be loaded; the others are resident.
     ///
     /// # Panics
     /// If the range is not in the region.
@@ -320,12 +321,12 @@ impl Parker {
         let id = self.shared.pin(pages.clone());
         let pinned = Pinned { shared: self.shared.clone(), id };
         self.shared.unpark(pages.clone())?;
-        // Fresh pages near pages that are out are absent too.
+        // Never written pages near evicted ones are absent, too.
         self.shared.touch(pages);
         Ok(pinned)
     }
 
-    /// The figures of the moment.
+    /// The figures now.
     pub fn stats(&self) -> RegionStats {
         self.shared.stats()
     }
@@ -336,13 +337,13 @@ impl Parker {
     }
 }
 
-impl Hand {
-    /// Works until the region is dropped; at once in a child of a fork.
+impl Prefetcher {
+    /// Prefetches until the region is dropped. Returns immediately in a child of a fork.
     ///
-    /// While the program walks through pages that are out, the thread looks for the next ones, up to 100 us each time;
-    /// else it sleeps. It pays where a processor rests.
-    pub fn work(&self) {
-        self.shared.lend_hand();
+    /// While the program faults on evicted pages in order, the thread spins up to 100 us for the next window; otherwise it
+    /// sleeps. It is useful if a processor is idle.
+    pub fn run(&self) {
+        self.shared.run_prefetcher();
     }
 }
 
@@ -357,7 +358,7 @@ pub(crate) mod tests {
     use super::{ColdRegion, RegionError};
     use crate::{Config, Tier};
 
-    /// A region of `len` bytes with a small tier; `None`, which it says, where there is no userfaultfd for us.
+    /// A region of `len` bytes with a small tier; `None`, with a message, if userfaultfd is not available.
     pub(crate) fn region(len: usize) -> Option<ColdRegion> {
         let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
         match ColdRegion::new(tier, len) {

@@ -1,20 +1,20 @@
-//! What the tier counts.
+//! The tier's counters.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Buckets of the latency histogram: bucket `n` counts loads below 2^n us, from 2^0 on; the last has no bound.
 pub const LATENCY_BUCKETS: usize = 16;
 
-/// A moment's figures. Counters count from the creation or adoption of the tier.
+/// The tier's figures now. Counters count from the creation or adoption of the tier.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Pages that the tier holds for clients.
     pub pages: u64,
-    /// Different contents that they show, same-filled pages not counted.
+    /// Different contents of these pages, without those of same-filled pages.
     pub contents: u64,
-    /// Pages that show a same-filled word.
+    /// Pages that one word fills.
     pub pages_filled: u64,
-    /// Contents kept as they are, because they do not compress.
+    /// Contents kept uncompressed, because they do not compress.
     pub contents_raw: u64,
     /// Contents kept by LZ4.
     pub contents_lz4: u64,
@@ -26,17 +26,17 @@ pub struct Stats {
     pub contents_on_disk: u64,
     /// Bytes of payloads in memory.
     pub payload_bytes: u64,
-    /// Memory of the arena, in bytes: what `bytes_max` limits.
+    /// Memory of the arena, in bytes; `bytes_max` limits it.
     pub bytes_held: u64,
     /// Limit of `bytes_held`.
     pub bytes_max: u64,
-    /// Part of `bytes_held`: free slots in slabs. Waste that compaction can give back.
+    /// Part of `bytes_held`: free slots in slabs. Compaction can free this waste.
     pub bytes_free_slots: u64,
-    /// Part of `bytes_held`: the difference between slots and what is in them, and ends of slabs. Waste that stays.
+    /// Part of `bytes_held`: the unused ends of slots and slabs. This waste stays.
     pub bytes_rounding: u64,
-    /// Part of `bytes_held`: leaves, that is the page words.
+    /// Part of `bytes_held`: leaves, which hold the page words.
     pub bytes_leaves: u64,
-    /// Memory outside of the arena, in bytes: indexes, directories, free maps, dictionaries. Derived, not adopted.
+    /// Memory outside the arena, in bytes: indexes, directories, free maps, dictionaries. A successor rebuilds it.
     pub bytes_metadata: u64,
     /// Bytes of payloads in the backing file.
     pub disk_bytes: u64,
@@ -44,21 +44,21 @@ pub struct Stats {
     pub disk_bytes_held: u64,
     /// Stores that succeeded.
     pub stores: u64,
-    /// Of these, those whose content was there.
+    /// Of these, those with a content that was in the tier already.
     pub stores_shared: u64,
-    /// Stores refused for want of room or memory.
+    /// Stores refused because the tier was full or memory short.
     pub stores_refused: u64,
-    /// Pages brought back.
+    /// Pages loaded.
     pub loads: u64,
     /// Of these, those read from the backing file.
     pub loads_from_disk: u64,
-    /// Loads that had to look again because the page was being changed.
+    /// Load attempts that were repeated because the page was changed during them.
     pub loads_retried: u64,
     /// Loads that failed: damaged or unreadable.
     pub loads_failed: u64,
     /// Pages discarded.
     pub discards: u64,
-    /// Contents compressed again, densely.
+    /// Contents recompressed densely.
     pub recompressed: u64,
     /// Contents written back.
     pub written_back: u64,
@@ -73,7 +73,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Memory that the pages would take, for each byte that they take now; 0 if nothing is held.
+    /// Memory that the pages would take uncompressed, divided by what they take now; 0 if nothing is held.
     pub fn ratio(&self) -> f64 {
         let held = self.bytes_held + self.bytes_metadata;
         if held == 0 { 0.0 } else { (self.pages * pagefold_os::PAGE_SIZE as u64) as f64 / held as f64 }
@@ -94,7 +94,7 @@ impl Stats {
 
 macro_rules! counters {
     ($($name:ident),*) => {
-        /// The counters behind [`Stats`]; each is exact alone, they are not taken at one instant.
+        /// The counters of [`Stats`]. Each is exact, but they are not read at the same instant.
         #[derive(Debug, Default)]
         pub(crate) struct Counters {
             $(pub $name: AtomicU64,)*

@@ -2,36 +2,36 @@
 //!
 //! **How a load needs no lock.** A load reads the version of the page's
 //! cluster, then the page word, then copies the content out of its slot, then
-//! reads the version again. Whoever takes a word away from a page raises the
-//! version *before* the content may be freed; so an unchanged version says that
-//! the word was there all the time, that the content was referenced all the
-//! time, and that the copied bytes are its bytes. Only then is the copy
-//! decompressed and compared with its fingerprint. A load that is disturbed
-//! eight times takes the cluster's lock, which stores hold only to exchange a
-//! word, never while they compress, allocate or write.
+//! reads the version again. A thread that replaces or clears a page word raises
+//! the version *before* the content may be freed. So an unchanged version proves
+//! that the word stayed, that the content was referenced all the time, and that
+//! the copied bytes are its bytes. Only then is the copy decompressed and
+//! compared with its fingerprint. A load that is disturbed eight times takes the
+//! cluster's lock. Stores hold that lock only to exchange a word, never while
+//! they compress, allocate or write.
 //!
-//! **References.** A content's count is raised only by somebody who holds a
-//! reference, or under the lock of its part of the content index while it is
-//! in the index; it falls under that lock. So a content found in the index is
-//! alive.
+//! **References.** A thread raises a content's count only if it holds a
+//! reference, or under the lock of the content's index shard while the content
+//! is in that index. The count falls under the same lock. So a content found in
+//! the index is alive.
 
-mod contents;
+mod clients;
+mod content;
 mod dictionaries;
 mod load;
-mod regions;
 mod store;
 
-use crate::arena::{Arena, NoSlot, Purse};
+use crate::arena::{Arena, NoSlot, ReserveClass};
+use crate::backing_file::{BLOCK_BYTES, Backing, Blocks, Disk};
 use crate::codec::{Codec, Coder, Dictionary};
 use crate::config::Config;
-use crate::content::{Contents, Hasher};
+use crate::content_index::{Contents, Hasher};
 use crate::error::{CreateError, StoreError};
-use crate::index::{Region, Sparse};
 use crate::layout::{
-    self, DICTIONARIES, MAGIC, PAGES_MAX, RECORD_CLUSTER, REGIONS_MAX, leaf_key, record_word, superblock,
+    self, CLIENTS_MAX, DICTIONARIES, MAGIC, PAGES_MAX, RECORD_CLUSTER, leaf_key, record_word, superblock,
 };
+use crate::page_directory::{ClientPages, Sparse};
 use crate::stats::{Counters, Stats, count};
-use crate::writeback::{BLOCK_BYTES, Backing, Blocks, Disk};
 use pagefold_os::sync::{lock, read, write};
 use pagefold_os::{Errno, PAGE_SIZE, Page};
 use std::cell::RefCell;
@@ -41,25 +41,25 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use twox_hash::XxHash3_64;
 
-/// Cluster locks.
+/// Number of cluster locks.
 const SHARDS: usize = 1024;
-/// Attempts of a load without lock.
+/// Attempts of a load without the lock.
 const ATTEMPTS: usize = 8;
 /// Pages that a dictionary is trained from.
 pub(crate) const SAMPLES: usize = 256;
-/// From fewer pages nothing is to be learned.
+/// Fewer pages do not make a useful dictionary.
 pub(crate) const SAMPLES_MIN: usize = SAMPLES / 4;
 
-/// What became of a stored page.
+/// How a page was stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
     /// One word fills the page.
     Filled,
-    /// The content was there already, and costs nothing.
+    /// The content was in the tier already, and takes no memory.
     Shared,
     /// A new content.
     New {
-        /// How it is kept.
+        /// How it is encoded.
         codec: Codec,
         /// Bytes of the payload.
         bytes: usize,
@@ -71,7 +71,7 @@ pub enum Stored {
 #[repr(align(64))]
 pub(crate) struct ClusterShard {
     lock: Mutex<()>,
-    /// Raised when a word is taken away from a page, and when a leaf is; pairs with the fence in `Tier::attempt`.
+    /// Raised when a page word is replaced or cleared, and when a leaf is freed. Pairs with the fence in `Tier::attempt`.
     version: AtomicU64,
 }
 
@@ -84,8 +84,8 @@ pub(crate) struct Worker {
     base: Box<Page>,
     /// Lent out by [`Worker::take_page`].
     pages: Vec<Box<Page>>,
-    kept: Vec<u8>,
-    /// What a payload may touch in the file.
+    encoded: Vec<u8>,
+    /// The blocks of the file that one payload may lie in.
     blocks: Blocks,
 }
 
@@ -97,12 +97,12 @@ impl Worker {
             base_payload: Box::new([0; PAGE_SIZE + 8]),
             base: Box::new([0; PAGE_SIZE]),
             pages: vec![Box::new([0; PAGE_SIZE]), Box::new([0; PAGE_SIZE])],
-            kept: Vec::with_capacity(PAGE_SIZE + 8),
+            encoded: Vec::with_capacity(PAGE_SIZE + 8),
             blocks: Blocks::new(2 * BLOCK_BYTES),
         }
     }
 
-    /// Lends a page to read into; give it back with [`Worker::return_page`].
+    /// Lends a page to read into. The caller returns it with [`Worker::return_page`].
     pub(crate) fn take_page(&mut self) -> Box<Page> {
         self.pages.pop().unwrap_or_else(|| Box::new([0; PAGE_SIZE]))
     }
@@ -116,13 +116,13 @@ thread_local! {
     static WORKER: RefCell<Option<Worker>> = const { RefCell::new(None) };
 }
 
-/// Runs `act` with the buffers of this thread; nothing that it calls may ask for them again.
+/// Runs `act` with the buffers of this thread. `act` must not call this function again.
 pub(crate) fn with_worker<R>(act: impl FnOnce(&mut Worker) -> R) -> R {
     WORKER.with(|worker| act(worker.borrow_mut().get_or_insert_with(Worker::new)))
 }
 
-/// Runs `act` on a thread that lives for it alone, with buffers from `idle`, where they return: making them takes as
-/// long as storing dozens of pages.
+/// Runs `act` on a short-lived thread with buffers from `idle`, and puts them back. New buffers would take as long as
+/// storing dozens of pages.
 fn with_lent_worker<R>(idle: &Mutex<Vec<Worker>>, act: impl FnOnce() -> R) -> R {
     WORKER.set(lock(idle).pop());
     let result = act();
@@ -130,7 +130,7 @@ fn with_lent_worker<R>(idle: &Mutex<Vec<Worker>>, act: impl FnOnce() -> R) -> R 
     result
 }
 
-/// Why a content could not be read, while it is referenced.
+/// Why a referenced content could not be read.
 pub(crate) enum Unreadable {
     Damaged(&'static str),
     Io(std::io::Error),
@@ -140,7 +140,7 @@ pub(crate) enum Unreadable {
 struct Samples {
     pages: Vec<u8>,
     seen: u64,
-    /// Trained, or found unfit: no more samples.
+    /// A dictionary was trained, or the samples make none: no more samples are taken.
     done: bool,
 }
 
@@ -153,7 +153,7 @@ pub struct Tier {
     pub(crate) hasher: Hasher,
     pub(crate) contents: Contents,
     pub(crate) disk: Option<Disk>,
-    pub(crate) regions: RwLock<HashMap<u32, Arc<Region>>>,
+    pub(crate) clients: RwLock<HashMap<u32, Arc<ClientPages>>>,
     pub(crate) sparse: Sparse,
     shards: Vec<ClusterShard>,
     dictionaries: [OnceLock<Arc<Dictionary>>; DICTIONARIES],
@@ -161,11 +161,11 @@ pub struct Tier {
     dictionary: AtomicU8,
     samples: Mutex<Samples>,
     pub(crate) tick: AtomicU64,
-    pub(crate) cleaner: Mutex<crate::clean::Cleaner>,
-    /// Stores that wait for the cleaner: it lets them pass.
-    pub(crate) hurried: AtomicU32,
-    /// Rooms made; tells a store that waited for the cleaner that room was made meanwhile.
-    pub(crate) rooms: AtomicU64,
+    pub(crate) cleaner: Mutex<crate::cleaner_state::CleanerState>,
+    /// Stores that wait for the cleaner, which then stops early.
+    pub(crate) waiting_stores: AtomicU32,
+    /// Successful reclaims. A store that waited for the cleaner sees here that another store has freed memory.
+    pub(crate) reclaims: AtomicU64,
     /// Buffers of threads that ended.
     idle_workers: Mutex<Vec<Worker>>,
     pub(crate) counters: Counters,
@@ -173,13 +173,13 @@ pub struct Tier {
 }
 
 impl Tier {
-    /// Makes an empty tier, with a file to write back to if there is one.
+    /// Creates an empty tier, with a backing file if one is given.
     ///
     /// # Errors
-    /// The limit is out of range, or the kernel gives no memory file.
+    /// The limit is out of range, or the kernel refuses the memory file.
     pub fn create(config: Config, backing: Option<Box<dyn Backing>>) -> Result<Tier, CreateError> {
         let arena = Arena::create(config.bytes_max)?;
-        let tier = Tier::over(arena, config, backing);
+        let tier = Tier::with_arena(arena, config, backing);
         let word = |at: usize, value: u64| tier.arena.word(at).store(value, Ordering::Relaxed);
         word(superblock::GEOMETRY, layout::geometry());
         word(superblock::SLABS, tier.arena.slabs() as u64);
@@ -187,13 +187,13 @@ impl Tier {
         word(superblock::KEY + 1, tier.config.key[1]);
         word(superblock::BYTES_MAX, tier.config.bytes_max);
         word(superblock::CHECK, tier.superblock_check());
-        tier.own();
-        // Last: a file without it is no arena.
+        tier.set_owner();
+        // Last: a file without the magic number is not an arena.
         tier.arena.word(superblock::MAGIC).store(MAGIC, Ordering::Release);
         Ok(tier)
     }
 
-    pub(crate) fn over(arena: Arena, config: Config, backing: Option<Box<dyn Backing>>) -> Tier {
+    pub(crate) fn with_arena(arena: Arena, config: Config, backing: Option<Box<dyn Backing>>) -> Tier {
         Tier {
             arena,
             hasher: Hasher::new(config.key),
@@ -203,7 +203,7 @@ impl Tier {
                 (true, entries) => entries,
             }),
             disk: backing.map(Disk::new),
-            regions: RwLock::default(),
+            clients: RwLock::default(),
             sparse: Sparse::default(),
             shards: (0..SHARDS).map(|_| ClusterShard::default()).collect(),
             dictionaries: std::array::from_fn(|_| OnceLock::new()),
@@ -211,8 +211,8 @@ impl Tier {
             samples: Mutex::default(),
             tick: AtomicU64::new(0),
             cleaner: Mutex::default(),
-            hurried: AtomicU32::new(0),
-            rooms: AtomicU64::new(0),
+            waiting_stores: AtomicU32::new(0),
+            reclaims: AtomicU64::new(0),
             idle_workers: Mutex::default(),
             counters: Counters::default(),
             config,
@@ -228,38 +228,38 @@ impl Tier {
         XxHash3_64::oneshot_with_seed(MAGIC, &bytes)
     }
 
-    /// Writes this process down as the owner.
-    pub(crate) fn own(&self) {
+    /// Enters this process as the owner.
+    pub(crate) fn set_owner(&self) {
         let pid = std::process::id();
         let start = pagefold_os::procfs::start_time(pid as i32).unwrap_or(0);
         self.arena.word(superblock::OWNER_START).store(start, Ordering::Relaxed);
         self.arena.word(superblock::OWNER_PID).store(u64::from(pid), Ordering::Release);
     }
 
-    /// The memory file, and the backing file if it has a descriptor: what the keeper holds for a successor.
+    /// The descriptors that the keeper holds for a successor: the memory file, and the backing file if it has one.
     pub fn fds(&self) -> (RawFd, Option<RawFd>) {
         (self.arena.fd().raw(), self.disk.as_ref().and_then(Disk::fd))
     }
 
-    /// Tells how many pages a region has, which gives it the quicker index.
+    /// Adds a client with a known number of pages, which gets the faster directory.
     ///
-    /// Without it a region has no known end. Does nothing if the region is there.
+    /// A client that is not added has no known end. Does nothing if the client exists.
     ///
     /// # Errors
     /// [`StoreError::Name`].
-    pub fn add_region(&self, region: u32, pages: u64) -> Result<(), StoreError> {
+    pub fn add_client(&self, client: u32, pages: u64) -> Result<(), StoreError> {
         if pages > PAGES_MAX {
-            return Err(StoreError::Name { region, page: pages });
+            return Err(StoreError::Name { client, page: pages });
         }
-        if self.region(region).is_some() {
+        if self.client(client).is_some() {
             return Ok(());
         }
-        let found = self.region_or_new(region, 0, Some(pages))?;
+        let found = self.client_or_new(client, 0, Some(pages))?;
         // A successor finds the length in the arena.
-        let leaf = self.arena.new_leaf(Purse::Reserve).map_err(|error| self.refuse(error))?;
+        let leaf = self.arena.new_leaf(ReserveClass::Reserve).map_err(|error| self.refuse(error))?;
         self.arena.leaf(leaf)[0].store(record_word(pages), Ordering::Release);
         if found.pages == Some(pages) && found.record.set(leaf).is_ok() {
-            self.arena.leaf_key(leaf).store(leaf_key(region, RECORD_CLUSTER), Ordering::Release);
+            self.arena.leaf_key(leaf).store(leaf_key(client, RECORD_CLUSTER), Ordering::Release);
         } else {
             self.arena.leaf(leaf)[0].store(0, Ordering::Release);
             self.arena.free_leaf(leaf);
@@ -275,52 +275,52 @@ impl Tier {
         }
     }
 
-    pub(crate) fn region(&self, region: u32) -> Option<Arc<Region>> {
-        read(&self.regions).get(&region).cloned()
+    pub(crate) fn client(&self, client: u32) -> Option<Arc<ClientPages>> {
+        read(&self.clients).get(&client).cloned()
     }
 
-    fn region_or_new(&self, id: u32, page: u64, pages: Option<u64>) -> Result<Arc<Region>, StoreError> {
-        if !(1..REGIONS_MAX).contains(&id) || page >= PAGES_MAX {
-            return Err(StoreError::Name { region: id, page });
+    fn client_or_new(&self, id: u32, page: u64, pages: Option<u64>) -> Result<Arc<ClientPages>, StoreError> {
+        if !(1..CLIENTS_MAX).contains(&id) || page >= PAGES_MAX {
+            return Err(StoreError::Name { client: id, page });
         }
-        let region = match self.region(id) {
-            Some(region) => region,
+        let client = match self.client(id) {
+            Some(client) => client,
             None => {
-                let mut regions = write(&self.regions);
-                match regions.get(&id) {
-                    Some(region) => region.clone(),
+                let mut clients = write(&self.clients);
+                match clients.get(&id) {
+                    Some(client) => client.clone(),
                     None => {
-                        let region = Region::new(id, pages, &self.sparse);
-                        let region = Arc::new(region.ok_or(StoreError::NoMemory(Errno(libc::ENOMEM)))?);
-                        regions.insert(id, region.clone());
-                        region
+                        let client = ClientPages::new(id, pages, &self.sparse);
+                        let client = Arc::new(client.ok_or(StoreError::NoMemory(Errno(libc::ENOMEM)))?);
+                        clients.insert(id, client.clone());
+                        client
                     }
                 }
             }
         };
-        match region.pages {
-            Some(pages) if page >= pages && page > 0 => Err(StoreError::Name { region: id, page }),
-            _ => Ok(region),
+        match client.pages {
+            Some(pages) if page >= pages && page > 0 => Err(StoreError::Name { client: id, page }),
+            _ => Ok(client),
         }
     }
 
-    pub(crate) fn cluster_shard(&self, region: u32, cluster: u64) -> &ClusterShard {
-        let hash = (cluster ^ u64::from(region) << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    pub(crate) fn cluster_shard(&self, client: u32, cluster: u64) -> &ClusterShard {
+        let hash = (cluster ^ u64::from(client) << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         &self.shards[(hash >> 54) as usize % SHARDS]
     }
 
-    /// Has done what the first pages that go in would wait for: the kernel takes some 20 ms to get ready for the epochs of
-    /// the index, once for each process.
+    /// Does in advance what the first store would wait for: the kernel takes some 20 ms to prepare the epochs of the index,
+    /// once per process.
     pub fn warm_up(&self) {
         drop(llds::epoch::pin());
     }
 
-    /// Whether three quarters of the room are taken.
+    /// Returns true if the tier holds more than three quarters of its limit.
     pub fn is_crowded(&self) -> bool {
         self.arena.held() > self.arena.bytes_max() / 4 * 3
     }
 
-    /// The figures of the moment.
+    /// The figures now.
     pub fn stats(&self) -> Stats {
         let mut stats = Stats::default();
         self.counters.fill(&mut stats);
@@ -333,9 +333,9 @@ impl Tier {
         let fixed = (crate::layout::first_slab(self.arena.slabs()) * 8) as u64;
         let accounted = usage.leaf_bytes + usage.free_slots + headers + stats.payload_bytes + fixed;
         stats.bytes_rounding = usage.held.saturating_sub(accounted);
-        let regions: u64 = {
-            let regions = read(&self.regions);
-            regions.values().map(|region| region.bytes() + size_of::<Region>() as u64).sum()
+        let clients: u64 = {
+            let clients = read(&self.clients);
+            clients.values().map(|client| client.bytes() + size_of::<ClientPages>() as u64).sum()
         };
         let dictionaries: usize = self.dictionaries.iter().filter_map(OnceLock::get).map(|one| one.bytes()).sum();
         let samples = lock(&self.samples).pages.capacity();
@@ -343,7 +343,7 @@ impl Tier {
         stats.bytes_metadata = self.contents.bytes()
             + self.sparse.bytes()
             + usage.metadata
-            + regions
+            + clients
             + (dictionaries + samples + shards) as u64;
         if let Some(disk) = &self.disk {
             stats.disk_bytes = disk.live();
@@ -352,19 +352,19 @@ impl Tier {
         stats
     }
 
-    /// Pages that a region has in the tier.
-    pub fn region_pages(&self, region: u32) -> u64 {
-        self.region(region).map_or(0, |region| region.stored.load(Ordering::Relaxed))
+    /// How many pages of a client the tier holds.
+    pub fn client_pages(&self, client: u32) -> u64 {
+        self.client(client).map_or(0, |client| client.stored.load(Ordering::Relaxed))
     }
 
-    /// Regions of the tier, in order: what a successor finds.
-    pub fn region_ids(&self) -> Vec<u32> {
-        let mut ids: Vec<u32> = read(&self.regions).keys().copied().collect();
+    /// The clients of the tier, in order, as a successor finds them.
+    pub fn client_ids(&self) -> Vec<u32> {
+        let mut ids: Vec<u32> = read(&self.clients).keys().copied().collect();
         ids.sort_unstable();
         ids
     }
 
-    /// Test hook: asking the kernel for memory fails with `errno` from now on; 0 ends it.
+    /// Test hook: from now on, requests for kernel memory fail with `errno`; 0 ends that.
     #[doc(hidden)]
     pub fn fail_memory(&self, errno: i32) {
         self.arena.fail_backing.store(errno, Ordering::Relaxed);
@@ -372,8 +372,8 @@ impl Tier {
 }
 
 impl Drop for Tier {
-    /// Leaves the arena to whoever holds its file: the first half of an upgrade. Without a keeper that is nobody, and
-    /// the kernel frees it.
+    /// Leaves the arena to a process that holds its file, which is the first half of an upgrade. Without a keeper no
+    /// process does, and the kernel frees it.
     fn drop(&mut self) {
         self.arena.word(superblock::OWNER_PID).store(0, Ordering::Release);
     }

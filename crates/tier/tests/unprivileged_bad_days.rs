@@ -1,5 +1,4 @@
-//! The tier full, the disk full, the disk broken, no memory, bytes damaged: an error for the page concerned, and
-//! nothing else changes.
+//! A full tier, a full or broken disk, no memory, damaged bytes: an error for the affected page, and nothing else changes.
 
 mod common;
 
@@ -10,7 +9,7 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// A file in memory that fails when told to.
+/// A file in memory that fails on request.
 #[derive(Debug, Default)]
 struct Faulty {
     bytes: Mutex<Vec<u8>>,
@@ -67,7 +66,7 @@ fn config() -> Config {
     Config { bytes_max: 4 << 20, ..Config::default() }
 }
 
-/// Noise of its own for each page: it does not compress, and no page is near to another.
+/// Different noise for each page: it does not compress, and no page is near another.
 fn noise(page: u64) -> [u8; 4096] {
     let mut state = page * 2 + 1;
     std::array::from_fn(|_| {
@@ -84,7 +83,7 @@ fn assert_holds(tier: &Tier, pages: u64) {
     }
 }
 
-/// Stores noise until the tier refuses; returns the pages it took.
+/// Stores noise until the tier refuses; returns how many pages were stored.
 fn fill(tier: &Tier) -> u64 {
     for page in 0..100_000 {
         match tier.store(1, page, &noise(page), Effort::Dense) {
@@ -108,7 +107,7 @@ fn a_full_tier_refuses_and_keeps_what_it_has() {
     // A refused store leaves the page's old content.
     assert!(tier.store(1, 0, &noise(5000), Effort::Fast).is_err());
     assert_holds(&tier, pages);
-    // Room comes back with discards.
+    // Discards free memory for stores.
     tier.discard(1, 0..10);
     tier.store(1, 0, &noise(0), Effort::Fast).unwrap();
 }
@@ -132,7 +131,7 @@ fn a_write_that_fails_changes_nothing() {
     let stats = tier.stats();
     assert!(stats.writeback_errors > 0 && stats.contents_on_disk == 0 && stats.disk_bytes == 0, "{stats:?}");
     assert_holds(&tier, pages);
-    // The file recovers, and with the next tick so does writeback.
+    // The file recovers, and writeback works again with the next tick.
     file.0.write_errno.store(0, Ordering::Relaxed);
     tier.tick();
     tier.store(1, pages, &noise(pages), Effort::Dense).unwrap_or_else(|error| panic!("{error}: {:?}", tier.stats()));
@@ -174,7 +173,7 @@ fn a_read_that_fails_or_lies_is_an_error_for_that_page_alone() {
     file.0.flip.store(true, Ordering::Relaxed);
     assert_eq!(count_failing(&|error| matches!(error, LoadError::Damaged { .. })), failing);
     tier.load(1, 500, &mut data).unwrap();
-    // The error is of the read, not of the entry.
+    // The error concerns the read, not the entry.
     file.0.flip.store(false, Ordering::Relaxed);
     assert_holds(&tier, 200);
 }
@@ -191,7 +190,7 @@ fn no_memory_is_an_error_and_passes() {
     });
     assert!(refused.count() > 90);
     assert_holds(&tier, 1);
-    assert!(tier.fork_region(1, 2).is_ok());
+    assert!(tier.fork_client(1, 2).is_ok());
     tier.fail_memory(0);
     for page in 1..100 {
         tier.store(1, page, &noise(page), Effort::Dense).unwrap();
@@ -199,7 +198,7 @@ fn no_memory_is_an_error_and_passes() {
     assert_holds(&tier, 100);
 }
 
-/// Flips bits of the whole arena behind the tier's back: no load ever gives wrong bytes.
+/// Flips bits all over the arena while the tier runs: no load ever returns wrong bytes.
 #[test]
 fn damaged_memory_is_an_error_and_never_wrong_bytes() {
     use std::os::unix::fs::FileExt;
@@ -213,7 +212,7 @@ fn damaged_memory_is_an_error_and_never_wrong_bytes() {
         let path = format!("/proc/self/fd/{}", tier.fds().0);
         let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
         let mut state = seed;
-        // The content slabs begin behind slab 0, the table, and the leaves: damage only them.
+        // The content slabs begin after slab 0, the table, and the leaves: damage only them.
         let mut damaged = 0;
         let len = file.metadata().unwrap().len();
         while damaged < 400 {
@@ -248,7 +247,7 @@ fn damaged_memory_is_an_error_and_never_wrong_bytes() {
     }
 }
 
-/// Pages that came back are spared once; asked again, writeback takes them like others, wherever its walk stopped.
+/// Writeback spares loaded pages once; the second time it writes them like others, wherever its walk stopped.
 #[test]
 fn writeback_goes_round() {
     let tier =
@@ -264,7 +263,7 @@ fn writeback_goes_round() {
     assert_holds(&tier, 1000);
 }
 
-/// What a predecessor wrote behind our limit of the file is here; the limit is for what we write.
+/// Data that a predecessor wrote beyond the new limit of the file stays readable; the limit applies to new writes.
 #[test]
 fn a_smaller_limit_of_the_file_loses_nothing() {
     let config = || Config { bytes_max: 64 << 20, ..Config::default() };
@@ -283,7 +282,7 @@ fn a_smaller_limit_of_the_file_loses_nothing() {
     let (tier, adopted) = Tier::adopt(arena, Some(Box::new(file)), config()).unwrap();
     assert_eq!((adopted.pages, adopted.pages_lost), (3000, 0));
     assert_holds(&tier, 3000);
-    // Nothing more goes there before less than the limit is in use; then what is free is used, wherever it lies.
+    // Nothing more is written before less than the limit is in use. Then free segments are used, wherever they lie.
     for page in 3000..3500 {
         tier.store(1, page, &noise(page), Effort::Fast).unwrap();
     }
@@ -301,7 +300,7 @@ fn a_smaller_limit_of_the_file_loses_nothing() {
     }
 }
 
-/// In a process of its own, which wants larger stacks than there can be.
+/// Runs in a child process that requests larger thread stacks than possible.
 #[test]
 fn many_pages_are_stored_where_no_thread_is_to_be_had() {
     const ALONE: &str = "PAGEFOLD_NO_THREADS";
@@ -320,7 +319,7 @@ fn many_pages_are_stored_where_no_thread_is_to_be_had() {
     assert_holds(&tier, 1000);
 }
 
-/// The limit is the first client's word; who takes the arena over knows only his own.
+/// The creating process sets the limit; a successor does not know it and reads it from the arena.
 #[test]
 fn an_adopted_tier_keeps_its_limit() {
     let config = |bytes_max| Config { bytes_max, ..Config::default() };

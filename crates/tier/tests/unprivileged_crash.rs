@@ -1,9 +1,9 @@
 //! The owner is killed at random instants while it stores, discards, compresses, compacts and writes back; a
-//! successor gets the descriptors from the keeper and adopts. Every page must show one of the contents that it may
-//! show: the last one that the owner acknowledged, or the one whose store was under way.
+//! successor gets the descriptors from the keeper and adopts. Every page must have one of two contents: the last one that
+//! the owner acknowledged, or the one that it was storing.
 //!
-//! The owner is this test program, started again with an environment variable that makes it work instead of test.
-//! It writes what it is about to do and what is done into a small shared file, its journal.
+//! The owner is this test program, started again with an environment variable that makes it the owner. Before and after
+//! each operation it writes to a small shared file, its journal.
 
 mod common;
 
@@ -25,9 +25,9 @@ fn config() -> Config {
     Config { bytes_max: 6 << 20, key: [8, 9], recompress_ticks: 0, workers: 1, ..Config::default() }
 }
 
-/// Regions: 1 has a length, 2 has none, 3 is forked from 1 now and then.
-fn slot(region: u32, page: u64) -> u64 {
-    (u64::from(region) * PAGES + page) * 4
+/// Client 1 has a known length, 2 has not, 3 is forked from 1 now and then.
+fn slot(client: u32, page: u64) -> u64 {
+    (u64::from(client) * PAGES + page) * 4
 }
 
 /// The journal: per page the content that is acknowledged, and the one that may have been reached (0: none).
@@ -44,16 +44,16 @@ impl Journal {
         u16::from_le_bytes(bytes)
     }
 
-    fn intend(&self, region: u32, page: u64, content: u16) {
-        self.set(slot(region, page) + 2, content);
+    fn intend(&self, client: u32, page: u64, content: u16) {
+        self.set(slot(client, page) + 2, content);
     }
 
-    fn done(&self, region: u32, page: u64, content: u16) {
-        self.set(slot(region, page), content);
+    fn done(&self, client: u32, page: u64, content: u16) {
+        self.set(slot(client, page), content);
     }
 
-    fn allowed(&self, region: u32, page: u64) -> [u16; 2] {
-        [self.get(slot(region, page)), self.get(slot(region, page) + 2)]
+    fn allowed(&self, client: u32, page: u64) -> [u16; 2] {
+        [self.get(slot(client, page)), self.get(slot(client, page) + 2)]
     }
 }
 
@@ -69,7 +69,7 @@ fn adopt_or_create(keeper: &Keeper) -> Tier {
         Err(_) => {
             let backing = BackingFile::create(&std::env::temp_dir(), DISK_BYTES).unwrap();
             let tier = Tier::create(config(), Some(Box::new(backing))).unwrap();
-            tier.add_region(1, PAGES).unwrap();
+            tier.add_client(1, PAGES).unwrap();
             let (arena, file) = tier.fds();
             keeper.put("tier", &[arena, file.unwrap()]).unwrap();
             tier
@@ -77,13 +77,13 @@ fn adopt_or_create(keeper: &Keeper) -> Tier {
     }
 }
 
-/// The owner's life: until it is killed.
+/// Runs the owner until it is killed.
 fn work(socket: &Path, journal: &Journal, seed: u64) -> ! {
     let keeper = Keeper::connect(socket).unwrap();
     let tier = adopt_or_create(&keeper);
     println!("ready");
     std::thread::scope(|scope| {
-        // Cleaning goes on beside storing, so that the kill meets both.
+        // Cleaning runs during stores, so that a kill interrupts both.
         scope.spawn(|| {
             let mut round = seed;
             loop {
@@ -99,32 +99,32 @@ fn work(socket: &Path, journal: &Journal, seed: u64) -> ! {
         let mut state = seed;
         loop {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let region = 1 + (state >> 62) as u32 % 2;
+            let client = 1 + (state >> 62) as u32 % 2;
             let page = (state >> 30) % PAGES;
             let content = 1 + (state >> 45) as u16 % 4000;
             if (state >> 20).is_multiple_of(4) {
                 let end = (page + 1 + (state >> 10) % 12).min(PAGES);
-                (page..end).for_each(|page| journal.intend(region, page, 0));
-                tier.discard(region, page..end);
-                (page..end).for_each(|page| journal.done(region, page, 0));
+                (page..end).for_each(|page| journal.intend(client, page, 0));
+                tier.discard(client, page..end);
+                (page..end).for_each(|page| journal.done(client, page, 0));
             } else if (state >> 20) % 500 == 1 {
-                // A child of region 1: its pages are those of the parent at this moment.
+                // A child of client 1: its pages are those of the parent at this moment.
                 (0..PAGES).for_each(|page| journal.intend(3, page, 0));
-                tier.remove_region(3);
+                tier.remove_client(3);
                 (0..PAGES).for_each(|page| journal.done(3, page, 0));
                 let parent: Vec<u16> = (0..PAGES).map(|page| journal.get(slot(1, page))).collect();
                 (0..PAGES).zip(&parent).for_each(|(page, content)| journal.intend(3, page, *content));
-                if tier.fork_region(1, 3).is_ok() {
+                if tier.fork_client(1, 3).is_ok() {
                     (0..PAGES).zip(&parent).for_each(|(page, content)| journal.done(3, page, *content));
                 } else {
                     (0..PAGES).for_each(|page| journal.intend(3, page, 0));
                 }
             } else {
-                journal.intend(region, page, content);
+                journal.intend(client, page, content);
                 let effort = if state >> 63 == 0 { Effort::Fast } else { Effort::Dense };
-                match tier.store(region, page, &page_of(content), effort) {
-                    Ok(_) => journal.done(region, page, content),
-                    Err(_) => journal.intend(region, page, journal.get(slot(region, page))),
+                match tier.store(client, page, &page_of(content), effort) {
+                    Ok(_) => journal.done(client, page, content),
+                    Err(_) => journal.intend(client, page, journal.get(slot(client, page))),
                 }
             }
         }
@@ -136,18 +136,18 @@ fn check(keeper: &Keeper, journal: &Journal) -> u64 {
     let tier = adopt_or_create(keeper);
     let mut data = [0; 4096];
     let mut present = 0;
-    for region in 1..4 {
+    for client in 1..4 {
         for page in 0..PAGES {
-            let allowed = journal.allowed(region, page);
-            let shown = match tier.load(region, page, &mut data) {
+            let allowed = journal.allowed(client, page);
+            let shown = match tier.load(client, page, &mut data) {
                 Ok(()) => allowed.into_iter().find(|content| *content != 0 && page_of(*content) == data),
                 Err(LoadError::NotStored { .. }) => allowed.into_iter().find(|content| *content == 0),
                 Err(error) => panic!("{error}"),
             };
-            let shown = shown.unwrap_or_else(|| panic!("region {region}, page {page}: shows none of {allowed:?}"));
+            let shown = shown.unwrap_or_else(|| panic!("client {client}, page {page}: shows none of {allowed:?}"));
             present += u64::from(shown != 0);
-            journal.intend(region, page, shown);
-            journal.done(region, page, shown);
+            journal.intend(client, page, shown);
+            journal.done(client, page, shown);
         }
     }
     assert_eq!(tier.stats().pages, present);
@@ -214,7 +214,7 @@ fn wait_ready(owner: &mut Child) {
 }
 
 #[test]
-fn the_keeper_holds_and_lets_go() {
+fn the_keeper_holds_and_drops_descriptors() {
     let directory = tempfile::Builder::new().prefix("pagefold-keeper").tempdir().unwrap().keep();
     let socket = directory.join("socket");
     let program = Path::new(env!("CARGO_BIN_EXE_pagefold-keeper"));
@@ -235,22 +235,22 @@ fn the_keeper_holds_and_lets_go() {
     assert_eq!(keeper.put("", &[fds[0].raw()]).unwrap_err().raw_os_error(), Some(libc::EINVAL));
     assert_eq!(keeper.put("c", &[]).unwrap_err().raw_os_error(), Some(libc::EINVAL));
     assert_eq!(keeper.put(&"n".repeat(200), &[fds[0].raw()]).unwrap_err().raw_os_error(), Some(libc::EINVAL));
-    // Another connection sees the same; nonsense on one does not disturb the other.
+    // Another connection sees the same descriptors; invalid requests on one do not disturb the other.
     let other = Keeper::connect(&socket).unwrap();
     let raw = pagefold_os::sock::connect(socket.to_str().unwrap().as_bytes()).unwrap();
     for packet in [&[][..], &[0], &[255; 2000], b"P", b"Gnothing"] {
         let _ = pagefold_os::sock::send(&raw, packet, &[]);
     }
     assert_eq!(other.get("a").unwrap().len(), 1);
-    // A second keeper on the same socket gives way.
+    // A second keeper on the same socket ends with an error.
     let status = Command::new(program).arg(&socket).stderr(Stdio::null()).status().unwrap();
     assert_eq!(status.code(), Some(1));
     other.quit().unwrap();
 }
 
-/// The owner's death and the successor's start: two owners at once would destroy the arena.
+/// An arena with a live owner is not adopted, because two owners would destroy it.
 #[test]
-fn a_living_owner_is_not_robbed() {
+fn the_arena_of_a_live_owner_is_not_adopted() {
     let tier = Tier::create(config(), None).unwrap();
     let error = Tier::adopt(common::dup(tier.fds().0), None, config()).unwrap_err();
     assert!(matches!(error, pagefold_tier::AdoptError::OwnerAlive { pid } if pid == std::process::id()), "{error}");

@@ -1,5 +1,4 @@
-//! A successor adopts an arena into which somebody wrote anything: it refuses it, or serves from it only bytes that
-//! were stored.
+//! A successor adopts an arena with arbitrary bytes in it: it refuses the arena, or serves only bytes that were stored.
 
 #[path = "common/hostile.rs"]
 mod hostile;

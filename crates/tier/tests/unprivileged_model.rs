@@ -1,5 +1,5 @@
-//! The tier against a plain map: whatever is done in whatever order, every page reads back exactly what was last
-//! stored, and nothing else is there.
+//! The tier against a plain map: after any operations in any order, every page loads exactly what was stored last, and the
+//! tier holds nothing else.
 
 mod common;
 
@@ -10,14 +10,14 @@ use std::collections::HashMap;
 
 #[derive(Clone, Debug)]
 enum Step {
-    Store { region: u32, page: u64, content: u16, dense: bool },
-    StoreMany { region: u32, first: u64, contents: Vec<u16> },
-    Load { region: u32, page: u64 },
-    LoadCluster { region: u32, page: u64 },
-    Discard { region: u32, first: u64, count: u64 },
+    Store { client: u32, page: u64, content: u16, dense: bool },
+    StoreMany { client: u32, first: u64, contents: Vec<u16> },
+    Load { client: u32, page: u64 },
+    LoadCluster { client: u32, page: u64 },
+    Discard { client: u32, first: u64, count: u64 },
     Fork { from: u32, to: u32 },
-    CopyPage { region: u32, from: u64, to: u64 },
-    RemoveRegion { region: u32 },
+    CopyPage { client: u32, from: u64, to: u64 },
+    RemoveRegion { client: u32 },
     Tick,
     RecompressAll,
     Compact,
@@ -25,8 +25,8 @@ enum Step {
     Adopt,
 }
 
-/// Regions 1 and 2 have a known length, 3 and 4 have not.
-fn region() -> impl Strategy<Value = u32> {
+/// Clients 1 and 2 have a known length, 3 and 4 have not.
+fn client() -> impl Strategy<Value = u32> {
     1_u32..5
 }
 
@@ -37,16 +37,16 @@ fn page() -> impl Strategy<Value = u64> {
 fn step() -> impl Strategy<Value = Step> {
     let content = || 0_u16..96;
     prop_oneof![
-        8 => (region(), page(), content(), any::<bool>())
-            .prop_map(|(region, page, content, dense)| Step::Store { region, page, content, dense }),
-        2 => (region(), page(), proptest::collection::vec(content(), 1..80))
-            .prop_map(|(region, first, contents)| Step::StoreMany { region, first, contents }),
-        6 => (region(), page()).prop_map(|(region, page)| Step::Load { region, page }),
-        2 => (region(), page()).prop_map(|(region, page)| Step::LoadCluster { region, page }),
-        4 => (region(), page(), 1_u64..40).prop_map(|(region, first, count)| Step::Discard { region, first, count }),
-        1 => (region(), region()).prop_map(|(from, to)| Step::Fork { from, to }),
-        2 => (region(), page(), page()).prop_map(|(region, from, to)| Step::CopyPage { region, from, to }),
-        1 => region().prop_map(|region| Step::RemoveRegion { region }),
+        8 => (client(), page(), content(), any::<bool>())
+            .prop_map(|(client, page, content, dense)| Step::Store { client, page, content, dense }),
+        2 => (client(), page(), proptest::collection::vec(content(), 1..80))
+            .prop_map(|(client, first, contents)| Step::StoreMany { client, first, contents }),
+        6 => (client(), page()).prop_map(|(client, page)| Step::Load { client, page }),
+        2 => (client(), page()).prop_map(|(client, page)| Step::LoadCluster { client, page }),
+        4 => (client(), page(), 1_u64..40).prop_map(|(client, first, count)| Step::Discard { client, first, count }),
+        1 => (client(), client()).prop_map(|(from, to)| Step::Fork { from, to }),
+        2 => (client(), page(), page()).prop_map(|(client, from, to)| Step::CopyPage { client, from, to }),
+        1 => client().prop_map(|client| Step::RemoveRegion { client }),
         2 => Just(Step::Tick),
         1 => Just(Step::RecompressAll),
         1 => Just(Step::Compact),
@@ -64,28 +64,28 @@ fn config() -> Config {
 fn create() -> Tier {
     let backing = BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
     let tier = Tier::create(config(), Some(Box::new(backing))).unwrap();
-    tier.add_region(1, PAGES).unwrap();
-    tier.add_region(2, PAGES).unwrap();
+    tier.add_client(1, PAGES).unwrap();
+    tier.add_client(2, PAGES).unwrap();
     tier
 }
 
 /// Compares everything: pages, neighbours, counts.
 fn check(tier: &Tier, model: &Pages) {
     let mut data = [0; 4096];
-    for ((region, page), content) in model {
-        tier.load(*region, *page, &mut data).unwrap();
-        assert_eq!(data, page_of(*content), "region {region}, page {page}");
+    for ((client, page), content) in model {
+        tier.load(*client, *page, &mut data).unwrap();
+        assert_eq!(data, page_of(*content), "client {client}, page {page}");
     }
-    for region in 1..5 {
-        let mut expected: Vec<u64> = model.keys().filter(|key| key.0 == region).map(|key| key.1).collect();
+    for client in 1..5 {
+        let mut expected: Vec<u64> = model.keys().filter(|key| key.0 == client).map(|key| key.1).collect();
         expected.sort_unstable();
-        assert_eq!(tier.neighbours(region, 0, usize::MAX), expected);
-        assert_eq!(tier.region_pages(region), expected.len() as u64);
+        assert_eq!(tier.neighbours(client, 0, usize::MAX), expected);
+        assert_eq!(tier.client_pages(client), expected.len() as u64);
     }
     let stats = tier.stats();
     assert_eq!(stats.pages, model.len() as u64);
     let distinct: std::collections::HashSet<u16> = model.values().copied().filter(|content| content % 8 != 0).collect();
-    // A patch's base may live on without pages; a content may be there twice while it moves.
+    // A patch's base may stay without pages, and a content may exist twice while it is moved.
     assert!(stats.contents >= distinct.len() as u64);
     assert!(stats.bytes_held <= stats.bytes_max + stats.bytes_max / 64 + (4 << 20));
 }
@@ -95,74 +95,74 @@ fn run(steps: &[Step]) {
     let mut model: Pages = HashMap::new();
     for step in steps {
         match step.clone() {
-            Step::Store { region, page, content, dense } => {
+            Step::Store { client, page, content, dense } => {
                 let effort = if dense { Effort::Dense } else { Effort::Fast };
-                tier.store(region, page, &page_of(content), effort).unwrap();
-                model.insert((region, page), content);
+                tier.store(client, page, &page_of(content), effort).unwrap();
+                model.insert((client, page), content);
             }
-            Step::StoreMany { region, first, contents } => {
+            Step::StoreMany { client, first, contents } => {
                 let pages: Vec<(u64, [u8; 4096])> =
                     (first..).zip(contents.iter()).map(|(page, content)| (page, page_of(*content))).collect();
                 let pages: Vec<(u64, &[u8; 4096])> = pages.iter().map(|(page, data)| (*page, data)).collect();
-                assert!(tier.store_many(region, &pages, Effort::Dense).iter().all(Result::is_ok));
-                model.extend((first..).zip(contents).map(|(page, content)| ((region, page), content)));
+                assert!(tier.store_many(client, &pages, Effort::Dense).iter().all(Result::is_ok));
+                model.extend((first..).zip(contents).map(|(page, content)| ((client, page), content)));
             }
-            Step::Load { region, page } => {
+            Step::Load { client, page } => {
                 let mut data = [0; 4096];
-                match model.get(&(region, page)) {
+                match model.get(&(client, page)) {
                     Some(content) => {
-                        tier.load(region, page, &mut data).unwrap();
+                        tier.load(client, page, &mut data).unwrap();
                         assert_eq!(data, page_of(*content));
                     }
                     None => {
-                        let error = tier.load(region, page, &mut data).unwrap_err();
+                        let error = tier.load(client, page, &mut data).unwrap_err();
                         assert!(matches!(error, LoadError::NotStored { .. }), "{error}");
                     }
                 }
             }
-            Step::LoadCluster { region, page } => {
+            Step::LoadCluster { client, page } => {
                 let mut cluster = [[0; 4096]; 8];
-                if let Ok(run) = tier.load_cluster(region, page, &mut cluster) {
+                if let Ok(run) = tier.load_cluster(client, page, &mut cluster) {
                     assert!(run.contains(&page));
                     for page in run.clone() {
-                        assert_eq!(cluster[page as usize % 8], page_of(model[&(region, page)]));
+                        assert_eq!(cluster[page as usize % 8], page_of(model[&(client, page)]));
                     }
-                    let missing = |page: u64| !model.contains_key(&(region, page));
+                    let missing = |page: u64| !model.contains_key(&(client, page));
                     assert!(run.end % 8 == 0 || missing(run.end));
                     assert!(run.start % 8 == 0 || missing(run.start - 1));
                 } else {
-                    assert!(!model.contains_key(&(region, page)));
+                    assert!(!model.contains_key(&(client, page)));
                 }
             }
-            Step::Discard { region, first, count } => {
+            Step::Discard { client, first, count } => {
                 let before = model.len();
-                model.retain(|(at, page), _| *at != region || !(first..first + count).contains(page));
-                assert_eq!(tier.discard(region, first..first + count), (before - model.len()) as u64);
+                model.retain(|(at, page), _| *at != client || !(first..first + count).contains(page));
+                assert_eq!(tier.discard(client, first..first + count), (before - model.len()) as u64);
             }
             Step::Fork { from, to } => {
-                // A child begins empty.
+                // A child starts without pages.
                 if from != to {
-                    tier.remove_region(to);
-                    model.retain(|(region, _), _| *region != to);
+                    tier.remove_client(to);
+                    model.retain(|(client, _), _| *client != to);
                     let copies: Vec<_> = model
                         .iter()
                         .filter(|(key, _)| key.0 == from)
                         .map(|(key, content)| ((to, key.1), *content))
                         .collect();
-                    assert_eq!(tier.fork_region(from, to).unwrap(), copies.len() as u64);
+                    assert_eq!(tier.fork_client(from, to).unwrap(), copies.len() as u64);
                     model.extend(copies);
                 }
             }
-            Step::CopyPage { region, from, to } => {
-                let content = model.get(&(region, from)).copied();
-                assert_eq!(tier.copy_page(region, from, to).unwrap(), content.is_some());
+            Step::CopyPage { client, from, to } => {
+                let content = model.get(&(client, from)).copied();
+                assert_eq!(tier.copy_page(client, from, to).unwrap(), content.is_some());
                 if let Some(content) = content {
-                    model.insert((region, to), content);
+                    model.insert((client, to), content);
                 }
             }
-            Step::RemoveRegion { region } => {
-                tier.remove_region(region);
-                model.retain(|(at, _), _| *at != region);
+            Step::RemoveRegion { client } => {
+                tier.remove_client(client);
+                model.retain(|(at, _), _| *at != client);
             }
             Step::Tick => drop(tier.tick()),
             Step::RecompressAll => drop(tier.recompress_all()),
@@ -180,8 +180,8 @@ fn run(steps: &[Step]) {
         }
     }
     check(&tier, &model);
-    for region in 1..5 {
-        tier.remove_region(region);
+    for client in 1..5 {
+        tier.remove_client(client);
     }
     let stats = tier.stats();
     assert_eq!(
@@ -201,7 +201,7 @@ proptest! {
     }
 }
 
-/// Every page is a different near copy of another, so that patches, their bases and their moves meet.
+/// Every page is a near copy of another, so that patches, their bases and moves interact.
 #[test]
 fn patches_survive_moves_and_writeback() {
     let tier = create();

@@ -1,4 +1,4 @@
-//! A region over a tier of the process's own: every byte as last written, whoever parks, faults, pins or forks.
+//! A region with its own tier: every byte reads as last written, whatever threads park, fault, pin or fork.
 
 mod common;
 
@@ -12,15 +12,15 @@ use std::time::{Duration, Instant};
 
 const PAGE: usize = 4096;
 
-/// Held for writing by the test that makes as many regions as there can be.
+/// Locked for writing by the test that creates the maximum of regions.
 static MANY: std::sync::RwLock<()> = std::sync::RwLock::new(());
 
-/// A region over a small tier with a file; nothing, said loudly, without userfaultfd.
+/// A region with a small tier and a file; `None`, with a message, without userfaultfd.
 fn region(pages: usize) -> Option<ColdRegion> {
     let backing = BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
     let config = Config { bytes_max: 4 << 20, recompress_ticks: 0, workers: 2, ..Config::default() };
     let tier = Tier::create(config, Some(Box::new(backing))).unwrap();
-    // Another test may try how many there can be.
+    // Another test may create the maximum of regions.
     let _one = MANY.read().unwrap_or_else(std::sync::PoisonError::into_inner);
     match ColdRegion::new(tier, pages * PAGE) {
         Ok(region) => Some(region),
@@ -32,13 +32,13 @@ fn region(pages: usize) -> Option<ColdRegion> {
     }
 }
 
-/// Lends a region a second hand; the thread ends with the region.
-fn lend_hand(region: &ColdRegion) -> std::thread::JoinHandle<()> {
-    let hand = region.hand();
-    std::thread::spawn(move || hand.work())
+/// Starts a prefetcher for a region; its thread ends with the region.
+fn spawn_prefetcher(region: &ColdRegion) -> std::thread::JoinHandle<()> {
+    let prefetcher = region.prefetcher();
+    std::thread::spawn(move || prefetcher.run())
 }
 
-/// Ends the threads that go on until then, also when an assertion failed.
+/// Ends the other threads when dropped, also after a failed assertion.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -60,7 +60,7 @@ enum Step {
     Discard { at: usize, len: usize },
 }
 
-/// More than the tier holds in memory when its pages are noise, and in three chunks.
+/// More than the tier holds in memory if the pages are noise, and three chunks.
 const PAGES: usize = 1300;
 
 fn step() -> impl Strategy<Value = Step> {
@@ -85,11 +85,11 @@ proptest! {
     #[test]
     fn a_region_is_memory(filled in any::<bool>(), helped in any::<bool>(), steps in proptest::collection::vec(step(), 1..60)) {
         let Some(mut region) = region(PAGES) else { return Ok(()) };
-        let hand = helped.then(|| lend_hand(&region));
+        let prefetcher = helped.then(|| spawn_prefetcher(&region));
         let mut model = vec![0_u8; PAGES * PAGE];
         if filled {
             for page in 0..PAGES {
-                // Mostly noise: more than the tier holds without its file.
+                // Mostly noise: more than the tier holds in memory.
                 let content = page_of(page as u16 * 8 + if page % 8 == 0 { 2 } else { 1 });
                 region[page * PAGE..][..PAGE].copy_from_slice(&content);
                 model[page * PAGE..][..PAGE].copy_from_slice(&content);
@@ -112,7 +112,7 @@ proptest! {
                 Step::Park { at, len, dense } => {
                     let parked = parker.park(to(at, len), if dense { Effort::Dense } else { Effort::Fast });
                     prop_assert_eq!(parked.refused, 0, "the file has room");
-                    // Nobody else is here: only a kernel that splits or pins pages would make one busy.
+                    // No other thread runs: only a kernel that splits or pins pages would make one busy.
                     prop_assert!(parked.busy <= parked.pages + parked.pinned, "{:?}", parked);
                 }
                 Step::Unpark { at, len } => {
@@ -121,7 +121,7 @@ proptest! {
                 Step::Pin { at, len } => pinned.push(region.pin(to(at, len)).unwrap()),
                 Step::Unpin => drop(pinned.pop()),
                 Step::Cool { silent } => {
-                    parker.cool(silent);
+                    parker.park_idle(silent);
                 }
                 Step::Discard { at, len } => {
                     region.discard(to(at, len));
@@ -135,19 +135,19 @@ proptest! {
         prop_assert_eq!((region.stats().pages_out, region.tier_stats().pages), (0, 0), "nothing is left in the tier");
         prop_assert!(region[..] == model[..]);
         drop(region);
-        hand.map_or(Ok(()), std::thread::JoinHandle::join).expect("the hand's thread");
+        prefetcher.map_or(Ok(()), std::thread::JoinHandle::join).expect("the prefetcher's thread");
     }
 }
 
 #[test]
-fn what_is_parked_leaves_memory_and_comes_back_by_touch() {
+fn parked_pages_leave_memory_and_a_touch_loads_them() {
     let Some(mut region) = region(1024) else { return };
     for page in 0..1024 {
         region[page * PAGE..][..PAGE].copy_from_slice(&page_of(page as u16));
     }
     let resident = || {
         let mut here = vec![0_u8; 1024];
-        // SAFETY: the kernel writes a byte for each page.
+        // SAFETY: the kernel writes a byte for each page, and the vector has that many.
         assert_eq!(unsafe { libc::mincore(region.as_ptr().cast(), 1024 * PAGE, here.as_mut_ptr()) }, 0);
         here.iter().filter(|byte| **byte & 1 != 0).count()
     };
@@ -159,25 +159,25 @@ fn what_is_parked_leaves_memory_and_comes_back_by_touch() {
         assert!(region[page * PAGE..][..PAGE] == page_of(page as u16), "page {page}");
     }
     let stats = region.stats();
-    assert_eq!((stats.pages_out, stats.pages_back), (0, parked.pages));
-    // Downwards one by one; upwards in windows.
+    assert_eq!((stats.pages_out, stats.pages_loaded), (0, parked.pages));
+    // In descending order one by one; in ascending order in windows.
     assert_eq!(stats.faults, parked.pages);
     let parked = region.parker().park(0..1024 * PAGE, Effort::Fast);
     assert!((0..1024).all(|page| region[page * PAGE..][..PAGE] == page_of(page as u16)));
     assert!(region.stats().faults - stats.faults < parked.pages / 4, "{:?}", region.stats());
 }
 
-/// A program that walks upwards has its pages brought by two threads, and the second one ends with the region.
+/// Two threads load the pages of a program that accesses them in order, and the second thread ends with the region.
 #[test]
-fn a_second_hand_brings_some_of_the_pages() {
+fn a_prefetcher_loads_some_of_the_pages() {
     let Some(mut region) = region(1024) else { return };
     for page in 0..1024 {
         region[page * PAGE..][..PAGE].copy_from_slice(&page_of(page as u16));
     }
-    let hand = lend_hand(&region);
+    let prefetcher = spawn_prefetcher(&region);
     let end = Instant::now() + Duration::from_secs(120);
-    // It may have lost its processor in any of the walks, but not in all.
-    while region.stats().pages_by_hand < 100 {
+    // It may have been preempted in some of the passes, but not in all.
+    while region.stats().pages_prefetched < 100 {
         assert!(Instant::now() < end, "{:?}", region.stats());
         let parked = region.parker().park(0..1024 * PAGE, Effort::Fast);
         assert!(parked.pages >= 1000, "{parked:?}");
@@ -185,12 +185,12 @@ fn a_second_hand_brings_some_of_the_pages() {
     }
     let parker = region.parker();
     drop(region);
-    hand.join().unwrap();
+    prefetcher.join().unwrap();
     let stats = parker.stats();
-    assert_eq!((stats.pages_out, stats.pages_back), (0, stats.pages_parked), "{stats:?}");
+    assert_eq!((stats.pages_out, stats.pages_loaded), (0, stats.pages_parked), "{stats:?}");
 }
 
-/// Threads that write and read pages of their own, and read pages that nobody writes, while others park and cool.
+/// Threads write and read their own pages, and read constant pages, while other threads evict pages.
 #[test]
 fn no_write_is_lost_under_a_parker() {
     const WRITERS: usize = 4;
@@ -203,7 +203,7 @@ fn no_write_is_lost_under_a_parker() {
     let end = Instant::now() + Duration::from_secs(seconds);
     let (stop, steps) = (AtomicBool::new(false), AtomicU64::new(0));
     let base = region.as_ptr() as usize;
-    lend_hand(&region);
+    spawn_prefetcher(&region);
     std::thread::scope(|scope| {
         let _stop = Stop(&stop);
         for seed in 0..2_u64 {
@@ -215,7 +215,7 @@ fn no_write_is_lost_under_a_parker() {
                     let all = 0..(WRITERS * EACH + 128) * PAGE;
                     match round % 16 {
                         0 => drop(parker.unpark(all)),
-                        n if n % 4 == 0 => drop(parker.cool(1)),
+                        n if n % 4 == 0 => drop(parker.park_idle(1)),
                         n => {
                             parker.park(all, if n % 2 == 0 { Effort::Dense } else { Effort::Fast });
                         }
@@ -223,9 +223,9 @@ fn no_write_is_lost_under_a_parker() {
                 }
             });
         }
-        // Who walks upwards has pages brought by the second hand.
+        // The prefetcher loads pages for a thread that accesses them in order.
         scope.spawn(|| {
-            // SAFETY: nobody writes these.
+            // SAFETY: the address lies in the region, and no thread writes to these pages.
             let common =
                 unsafe { std::slice::from_raw_parts((base as *const u8).add(WRITERS * EACH * PAGE), 128 * PAGE) };
             for page in (0..128).cycle().take_while(|_| !stop.load(Ordering::Relaxed)) {
@@ -236,11 +236,11 @@ fn no_write_is_lost_under_a_parker() {
             .map(|number| {
                 let steps = &steps;
                 scope.spawn(move || {
-                    // SAFETY: this thread's own pages of the region, which outlives it.
+                    // SAFETY: the address lies in the region, which outlives the thread; only this thread uses the page.
                     let own = unsafe {
                         std::slice::from_raw_parts_mut((base as *mut u8).add(number * EACH * PAGE), EACH * PAGE)
                     };
-                    // SAFETY: nobody writes these.
+                    // SAFETY: the address lies in the region, and no thread writes to these pages.
                     let common = unsafe {
                         std::slice::from_raw_parts((base as *const u8).add(WRITERS * EACH * PAGE), 128 * PAGE)
                     };
@@ -282,12 +282,12 @@ fn no_write_is_lost_under_a_parker() {
 }
 
 #[test]
-fn many_threads_fault_on_the_same_pages_at_once() {
+fn many_threads_fault_on_the_same_pages_concurrently() {
     let Some(mut region) = region(64) else { return };
     for page in 0..64 {
         region[page * PAGE..][..PAGE].copy_from_slice(&page_of(page as u16 * 8 + 2));
     }
-    let (hand, parker) = (lend_hand(&region), region.parker());
+    let (prefetcher, parker) = (spawn_prefetcher(&region), region.parker());
     let gate = std::sync::Barrier::new(16);
     for _ in 0..30 {
         parker.park(0..64 * PAGE, Effort::Fast);
@@ -303,13 +303,13 @@ fn many_threads_fault_on_the_same_pages_at_once() {
         });
     }
     drop(region);
-    hand.join().unwrap();
+    prefetcher.join().unwrap();
     assert_eq!(parker.stats().pages_out, 0);
 }
 
-/// The program changes the rights of a page, as who watches for writes does, while the parker has it in hand.
+/// The program changes a page's access rights, as a write barrier does, while the page is frozen.
 #[test]
-fn no_write_is_lost_where_rights_change() {
+fn no_write_is_lost_if_access_rights_change() {
     let Some(mut region) = region(1) else { return };
     let end = Instant::now() + Duration::from_secs(2);
     let (over, parker) = (AtomicBool::new(false), region.parker());
@@ -322,7 +322,7 @@ fn no_write_is_lost_where_rights_change() {
             }
         });
         let protect = |rights| {
-            // SAFETY: the region's own page, which this thread alone writes to.
+            // SAFETY: the page lies in the region, and only this thread writes to it.
             assert_eq!(unsafe { libc::mprotect(first.cast(), PAGE, rights) }, 0);
         };
         (1..).find(|count: &u64| {
@@ -339,10 +339,10 @@ fn no_write_is_lost_where_rights_change() {
 }
 
 #[test]
-fn what_is_locked_is_discarded() {
+fn locked_memory_is_discarded() {
     let Some(mut region) = region(2) else { return };
     region.fill(7);
-    // SAFETY: the region's own memory.
+    // SAFETY: the range is the region's mapping.
     if unsafe { libc::mlock(region.as_ptr().cast(), PAGE) } != 0 {
         let _ = writeln!(std::io::stderr(), "SKIPPED: no memory may be locked");
         return;
@@ -352,7 +352,7 @@ fn what_is_locked_is_discarded() {
 }
 
 #[test]
-fn silent_pages_cool_and_written_ones_stay() {
+fn idle_pages_are_evicted_and_written_ones_stay() {
     let Some(mut region) = region(40) else { return };
     for page in 0..40 {
         region[page * PAGE..][..PAGE].copy_from_slice(&page_of(page as u16 * 8 + 3));
@@ -360,14 +360,14 @@ fn silent_pages_cool_and_written_ones_stay() {
     let parker = region.parker();
     for round in 0..2 {
         region[5 * PAGE] = round;
-        assert_eq!(parker.cool(2).pages, 0, "too soon in round {round}");
+        assert_eq!(parker.park_idle(2).pages, 0, "too soon in round {round}");
     }
     region[5 * PAGE] = 9;
-    assert_eq!(parker.cool(2).pages, 39, "{:?}", parker.stats());
-    // A page that came back at once must be silent for twice as long.
+    assert_eq!(parker.park_idle(2).pages, 39, "{:?}", parker.stats());
+    // A page that was loaded immediately must be idle for twice as long.
     assert!(region[7 * PAGE..][..PAGE] == page_of(59));
     region[5 * PAGE] = 10;
-    let went: Vec<u64> = (0..5).map(|_| parker.cool(2).pages).collect();
+    let went: Vec<u64> = (0..5).map(|_| parker.park_idle(2).pages).collect();
     assert_eq!((went, region.stats().pages_out), (vec![0, 0, 1, 0, 1], 40));
 }
 
@@ -391,7 +391,7 @@ fn system_calls_need_a_pin() {
             }
         });
         for _ in 0..200 {
-            // Fresh pages too: absent, but not out.
+            // Also for never written pages, which are absent but not evicted.
             let pinned = region.pin(90 * PAGE + 5..120 * PAGE).unwrap();
             zeros.read_exact(&mut region[90 * PAGE + 5..120 * PAGE]).unwrap();
             drop(pinned);
@@ -405,7 +405,7 @@ fn system_calls_need_a_pin() {
 
 /// Ends a child: no destructor, no test harness.
 fn exit(code: i32) -> ! {
-    // SAFETY: ends the process.
+    // SAFETY: _exit takes a number and ends the process.
     unsafe { libc::_exit(code) }
 }
 
@@ -425,18 +425,18 @@ fn a_child_has_no_region_and_the_parent_keeps_its_own() {
             exit(0);
         }
         let mut status = 0;
-        // SAFETY: our own child.
+        // SAFETY: `pid` is this process's child; the status outlives the call.
         unsafe { libc::waitpid(pid, &raw mut status, 0) };
         status
     };
     for page in [3, 40] {
         let status = fork(&|| {
-            // SAFETY: there is nothing there: that is what is tested.
+            // SAFETY: not sound on purpose: the child must die of SIGSEGV at this unmapped address.
             unsafe { region.as_ptr().add(page * PAGE).read_volatile() };
         });
         assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSEGV, "page {page}: {status:#x}");
     }
-    // What it does with its handles reaches nobody's memory.
+    // Calls on its handles do not touch any memory.
     let status = fork(&|| {
         parker.park(0..64 * PAGE, Effort::Fast);
         let _ = parker.unpark(0..64 * PAGE);
@@ -451,7 +451,7 @@ fn a_child_has_no_region_and_the_parent_keeps_its_own() {
 }
 
 #[test]
-fn regions_come_and_go() {
+fn regions_can_be_dropped_and_created_again() {
     let Some(first) = region(8) else { return };
     let mut all = Vec::new();
     let many = MANY.write().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -480,23 +480,23 @@ fn regions_come_and_go() {
     ));
 }
 
-/// Bytes of stack that a thread uses which reads a byte of each address.
+/// Bytes of stack that a thread uses to read a byte of each address.
 fn stack_of(addresses: &[usize]) -> usize {
     const LEN: usize = 1 << 20;
     extern "C" fn body(list: *mut libc::c_void) -> *mut libc::c_void {
-        // SAFETY: passed by `stack_of`, which waits for us.
+        // SAFETY: `stack_of` passed the pointer, and joins this thread before the addresses are freed.
         let list = unsafe { &*list.cast::<&[usize]>() };
         for address in *list {
-            // SAFETY: memory of a region, or of the test.
+            // SAFETY: the address lies in a region, or in memory of the test.
             unsafe { (*address as *const u8).read_volatile() };
         }
         std::ptr::null_mut()
     }
     let stack = pagefold_os::mem::Mapping::anonymous(LEN).unwrap();
-    // SAFETY: the mapping is ours and that long.
+    // SAFETY: the mapping has that length and no other user.
     let bytes = unsafe { std::slice::from_raw_parts_mut(stack.as_ptr(), LEN) };
     bytes.fill(0xa5);
-    // SAFETY: the usual calls in the usual order; the stack outlives the thread.
+    // SAFETY: the attribute is initialised before use, and the stack outlives the thread, which is joined.
     unsafe {
         let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
         assert_eq!(libc::pthread_attr_init(&raw mut attributes), 0);
@@ -517,7 +517,7 @@ fn a_fault_needs_eight_kib_of_stack() {
         region[page * PAGE..][..PAGE].copy_from_slice(&page_of((if page < 900 { page * 8 + 1 } else { page }) as u16));
     }
     let parker = region.parker();
-    // Each codec, and pages in the file.
+    // Every codec, and pages in the file.
     parker.park(0..1000 * PAGE, Effort::Fast);
     parker.park(1000 * PAGE..1300 * PAGE, Effort::Dense);
     let (base, here) = (region.as_ptr() as usize, [0_u8; 1]);

@@ -1,5 +1,5 @@
-//! Signal handlers of the program's own that touch cold pages, in threads that are parking, cooling, bringing back or
-//! faulting at that moment: nobody waits for himself.
+//! The program's own signal handlers touch evicted pages, in threads that are evicting, loading or faulting at that moment:
+//! no thread deadlocks with itself.
 
 mod common;
 
@@ -18,19 +18,19 @@ static STATE: AtomicU64 = AtomicU64::new(1);
 static SIGNALS: AtomicU64 = AtomicU64::new(0);
 static WRONG: AtomicU64 = AtomicU64::new(0);
 
-/// Mostly noise: more than the tier holds, so that some are in its file.
+/// Mostly noise: more than the tier holds in memory, so that some pages are in its file.
 fn content(page: usize) -> [u8; PAGE] {
     page_of(if page.is_multiple_of(4) { page * 8 + 2 } else { page * 8 + 1 } as u16)
 }
 
-/// First and last byte of each page, for the handler.
+/// The first and last byte of each page, which the handler compares.
 static EXPECTED: std::sync::OnceLock<Vec<(u8, u8)>> = std::sync::OnceLock::new();
 
 extern "C" fn touch(_: i32) {
     let state = STATE.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
     let page = (state.wrapping_mul(6364136223846793005) >> 33) as usize % PAGES;
     let address = (BASE.load(Ordering::Relaxed) + page * PAGE) as *const u8;
-    // SAFETY: a page of the region, which lives until the signals have ended.
+    // SAFETY: the page lies in the region, which is dropped after the last signal.
     let found = unsafe { (address.read_volatile(), address.add(PAGE - 1).read_volatile()) };
     if EXPECTED.get().is_some_and(|all| all[page] != found) {
         WRONG.fetch_add(1, Ordering::Relaxed);
@@ -38,7 +38,7 @@ extern "C" fn touch(_: i32) {
     SIGNALS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Counts a thread that ends, however it does.
+/// Counts a thread as ended, also after a panic.
 struct Ends<'a>(&'a AtomicUsize);
 
 impl Drop for Ends<'_> {
@@ -48,7 +48,7 @@ impl Drop for Ends<'_> {
 }
 
 #[test]
-fn a_handler_may_touch_cold_pages_wherever_it_comes() {
+fn a_signal_handler_may_touch_evicted_pages_at_any_moment() {
     let backing = BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
     let config = Config { bytes_max: 4 << 20, recompress_ticks: 0, workers: 2, ..Config::default() };
     let tier = Tier::create(config, Some(Box::new(backing))).unwrap();
@@ -65,15 +65,15 @@ fn a_handler_may_touch_cold_pages_wherever_it_comes() {
     }
     EXPECTED.get_or_init(|| (0..PAGES).map(|page| (content(page)[0], content(page)[PAGE - 1])).collect());
     BASE.store(region.as_ptr() as usize, Ordering::Relaxed);
-    // SAFETY: the handler has the signature of one; it reads memory and counts.
+    // SAFETY: the handler has the required signature; it reads memory and changes atomics only.
     unsafe { libc::signal(libc::SIGUSR1, touch as *const () as usize) };
     let stop = AtomicBool::new(false);
     let ended = AtomicUsize::new(0);
     let threads = std::sync::Mutex::new(Vec::new());
-    // SAFETY: takes nothing.
+    // SAFETY: the call takes no arguments.
     let enter = || threads.lock().unwrap().push(unsafe { libc::pthread_self() } as usize);
     std::thread::scope(|scope| {
-        // Kept: a thread that is not joined yet can be sent a signal.
+        // Kept, because a signal can be sent only to a thread that is not joined yet.
         let mut handles = Vec::new();
         for number in 0..2 {
             let (region, stop, ended, enter) = (&region, &stop, &ended, &enter);
@@ -84,7 +84,7 @@ fn a_handler_may_touch_cold_pages_wherever_it_comes() {
                 for round in number.. {
                     match round % 8 {
                         0 => drop(parker.unpark(0..PAGES * PAGE)),
-                        1 | 5 => drop(parker.cool(1)),
+                        1 | 5 => drop(parker.park_idle(1)),
                         2 => drop(parker.tier_stats()),
                         3 => drop(parker.pin(0..64 * PAGE)),
                         n => drop(parker.park(0..PAGES * PAGE, if n == 4 { Effort::Dense } else { Effort::Fast })),
@@ -105,7 +105,7 @@ fn a_handler_may_touch_cold_pages_wherever_it_comes() {
             }));
         }
         let are_enough = || SIGNALS.load(Ordering::Relaxed) >= 1000 && region.stats().faults > 1000;
-        // Signals until there were enough, and until everybody has ended: nobody may hang with or without them.
+        // Signals until there were enough, and until all threads have ended: none may hang with signals or without.
         let end = Instant::now() + Duration::from_secs(3);
         let given_up = Instant::now() + Duration::from_secs(100);
         while ended.load(Ordering::Relaxed) < 4 {

@@ -1,6 +1,6 @@
-//! What is not ours goes to whoever was there before: a page that cannot be proven, a fault elsewhere, a sent signal.
+//! Other SIGBUS signals go to the previous handler: a page that fails verification, a fault elsewhere, a sent signal.
 //!
-//! SIGBUS belongs to the whole process: one test, and children that are this program again.
+//! SIGBUS handlers are process-wide, so this is one test, with children that run this program again.
 
 mod common;
 
@@ -20,26 +20,26 @@ use std::time::Duration;
 const PAGE: usize = 4096;
 const PAGES: usize = 64;
 
-/// What the handler that was there before saw.
+/// What the previous handler saw.
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 static ADDRESS: AtomicUsize = AtomicUsize::new(0);
 static MASK: AtomicU64 = AtomicU64::new(0);
 
-/// Ends the thread alone, if it was a fault.
+/// The previous handler. Ends the thread if the signal is a fault.
 extern "C" fn before(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     MASK.store(signal::set_mask(signal::Mask::MAX), Ordering::Relaxed);
-    // SAFETY: passed as the kernel passed it.
+    // SAFETY: the region's handler passes the kernel's pointer.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr()) };
     ADDRESS.store(if code > 0 { address as usize } else { 0 }, Ordering::Relaxed);
     CALLS.fetch_add(1, Ordering::SeqCst);
     if code > 0 {
-        // SAFETY: ends this thread, which nobody joins and which holds nothing.
+        // SAFETY: ends this thread, which is never joined and holds no lock or memory.
         unsafe { libc::syscall(libc::SYS_exit, 0) };
     }
 }
 
 fn install_before() {
-    // SAFETY: a valid structure and a handler of the signature that SA_SIGINFO asks for.
+    // SAFETY: the structure is valid, and the handler has the signature that SA_SIGINFO requires.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = before as *const () as usize;
@@ -49,7 +49,7 @@ fn install_before() {
     }
 }
 
-/// A region whose pages are out, and its arena.
+/// A region with evicted pages, and its arena.
 fn parked() -> Option<(ColdRegion, Fd)> {
     let tier = Tier::create(Config { bytes_max: 4 << 20, workers: 1, ..Config::default() }, None).unwrap();
     let arena = dup(tier.fds().0);
@@ -68,12 +68,12 @@ fn parked() -> Option<(ColdRegion, Fd)> {
     Some((region, arena))
 }
 
-/// Noise, which is kept as it is: its bytes can be found in the arena.
+/// Noise, which is stored uncompressed, so that its bytes can be found in the arena.
 fn content(page: usize) -> [u8; PAGE] {
     page_of(page as u16 * 8 + 1)
 }
 
-/// Damages what the arena holds of `page`; returns where and what was there.
+/// Damages the arena's bytes of `page`; returns their offset and old value.
 fn damage(arena: &Fd, page: usize) -> (u64, [u8; 16]) {
     let file = std::fs::File::open(format!("/proc/self/fd/{}", arena.raw())).unwrap();
     let mut bytes = vec![0; 4 << 20];
@@ -89,18 +89,18 @@ fn write(arena: &Fd, at: u64, bytes: [u8; 16]) {
     file.write_all_at(&bytes, at).unwrap();
 }
 
-/// A mapping of a file that ends before it.
+/// A mapping beyond the end of its file.
 fn beyond_the_end() -> (Fd, Mapping) {
     let file = memfd::create(c"short", PAGE as u64).unwrap();
     let map = Mapping::file(file.raw(), 0, 2 * PAGE, libc::PROT_READ, libc::MAP_SHARED).unwrap();
     (file, map)
 }
 
-/// Reads a byte in a thread of its own and waits until the handler before was called by it.
+/// Reads a byte in a new thread and waits until the previous handler was called.
 fn killed_by(address: usize) {
     let calls = CALLS.load(Ordering::SeqCst);
     std::thread::spawn(move || {
-        // SAFETY: a mapped address, whose touch is SIGBUS: the thread ends in the handler.
+        // SAFETY: the address is mapped; the read raises SIGBUS, and the thread ends in the handler.
         unsafe { (address as *const u8).read_volatile() };
         unreachable!("the touch did not fault");
     });
@@ -114,13 +114,13 @@ fn killed_by(address: usize) {
 }
 
 #[test]
-fn what_is_not_ours_goes_to_the_handler_before() {
+fn other_signals_go_to_the_previous_handler() {
     if std::env::var_os("PAGEFOLD_CHILD").is_some() {
         return;
     }
     install_before();
     let Some((region, arena)) = parked() else { return };
-    // A page that cannot be proven: for who touches it, at each touch, and for nobody else.
+    // A page that fails verification: at each touch, for the touching thread only.
     let (at, bytes) = damage(&arena, 9);
     let address = region.as_ptr() as usize + 9 * PAGE + 100;
     killed_by(address);
@@ -132,24 +132,24 @@ fn what_is_not_ours_goes_to_the_handler_before() {
     assert_eq!((error.first, error.pages), (9 * PAGE, 1), "{error}");
     assert!(region.pin(9 * PAGE..10 * PAGE).is_err() && region.stats().pages_pinned == 0);
     assert!(region.stats().pages_unreadable >= 3 && region.stats().pages_out == 1, "{:?}", region.stats());
-    // The kernel's own, elsewhere.
+    // A fault of the kernel's, outside the region.
     let (_file, short) = beyond_the_end();
     killed_by(short.addr() as usize + PAGE);
-    // A sent one: the handler returns, and so does the call.
+    // A sent signal: the handler returns, and so does the call.
     let calls = CALLS.load(Ordering::SeqCst);
-    // SAFETY: numbers only.
+    // SAFETY: the call takes numbers only.
     assert_eq!(unsafe { libc::raise(libc::SIGBUS) }, 0);
     assert_eq!((CALLS.load(Ordering::SeqCst), ADDRESS.load(Ordering::Relaxed)), (calls + 1, 0));
-    // Nothing was guessed and nothing forgotten: with its bytes back the page is the page.
+    // After its bytes are restored the page can be loaded again.
     write(&arena, at, bytes);
     assert!(region[9 * PAGE..][..PAGE] == content(9));
 }
 
-/// The children's part: the default was there before.
+/// The children's part, in which the previous handler is the default.
 #[test]
 fn child() {
     let Some(what) = std::env::var_os("PAGEFOLD_CHILD") else { return };
-    // SAFETY: the default. The standard library has one of its own for overflowing stacks.
+    // SAFETY: SIG_DFL replaces the standard library's handler, which detects stack overflows.
     unsafe { libc::signal(libc::SIGBUS, if what == "ignored" { libc::SIG_IGN } else { libc::SIG_DFL }) };
     let Some((region, arena)) = parked() else { std::process::exit(77) };
     assert!(region[..PAGE] == content(0));
@@ -160,17 +160,17 @@ fn child() {
         }
         Some("elsewhere") => {
             let (_file, short) = beyond_the_end();
-            // SAFETY: mapped; the touch is SIGBUS.
+            // SAFETY: the address is mapped; the read raises SIGBUS, which ends the process.
             unsafe { short.as_ptr().add(PAGE).read_volatile() };
         }
-        // SAFETY: numbers only.
+        // SAFETY: the call takes numbers only.
         _ => drop(unsafe { libc::raise(libc::SIGBUS) }),
     }
     std::process::exit(1);
 }
 
 #[test]
-fn without_a_handler_before_the_process_dies_of_sigbus() {
+fn without_a_previous_handler_the_process_dies_of_sigbus() {
     if std::env::var_os("PAGEFOLD_CHILD").is_some() {
         return;
     }

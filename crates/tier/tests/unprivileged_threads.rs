@@ -1,5 +1,4 @@
-//! Threads that store, discard, fork and clean under threads that load: a load sees what one of the stores left,
-//! whole, or nothing.
+//! Threads store, discard, fork and clean while other threads load: a load returns the whole page of one store, or nothing.
 
 mod common;
 
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 
 const PAGES: u64 = 256;
 
-/// Content `version` of a page: which page it is can be read from it, so that bytes of another page show.
+/// Content `version` of a page. It contains the page number, so that bytes of another page are detected.
 fn content(page: u64, version: u64) -> [u8; 4096] {
     let mut data = page_of((version * 8 + 2 + version % 4) as u16 % 2048);
     data[..8].copy_from_slice(&page.to_le_bytes());
@@ -22,7 +21,7 @@ fn loads_see_whole_pages_of_their_own() {
     let backing = BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
     let config = Config { bytes_max: 8 << 20, recompress_ticks: 0, ..Config::default() };
     let tier = Tier::create(config, Some(Box::new(backing))).unwrap();
-    tier.add_region(1, PAGES).unwrap();
+    tier.add_client(1, PAGES).unwrap();
     let seconds = std::env::var("PAGEFOLD_STRESS_S").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
     let end = Instant::now() + Duration::from_secs(seconds);
     let (stop, loaded) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -35,19 +34,19 @@ fn loads_see_whole_pages_of_their_own() {
                 while !stop.load(Ordering::Relaxed) {
                     state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                     let (page, version) = ((state >> 20) % PAGES, (state >> 40) % 300);
-                    let region = if state >> 63 == 0 { 1 } else { 9 };
+                    let client = if state >> 63 == 0 { 1 } else { 9 };
                     match (state >> 12) % 10 {
-                        0..=1 => drop(tier.discard(region, page..page + 3)),
+                        0..=1 => drop(tier.discard(client, page..page + 3)),
                         2 => drop(tier.write_back_now(20_000)),
                         3 => drop(tier.compact_now()),
                         4 => drop(tier.tick()),
                         5 if (state >> 50) % 16 == 0 => {
-                            tier.remove_region(100 + seed as u32);
-                            tier.fork_region(region, 100 + seed as u32).unwrap();
+                            tier.remove_client(100 + seed as u32);
+                            tier.fork_client(client, 100 + seed as u32).unwrap();
                         }
                         n => {
                             let effort = if n < 8 { Effort::Fast } else { Effort::Dense };
-                            tier.store(region, page, &content(page, version), effort).unwrap();
+                            tier.store(client, page, &content(page, version), effort).unwrap();
                         }
                     }
                 }
@@ -60,8 +59,8 @@ fn loads_see_whole_pages_of_their_own() {
                 let mut data = [0; 4096];
                 while !stop.load(Ordering::Relaxed) {
                     state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    let (page, region) = ((state >> 20) % PAGES, [1, 9, 101, 102][(state >> 61) as usize % 4]);
-                    match tier.load(region, page, &mut data) {
+                    let (page, client) = ((state >> 20) % PAGES, [1, 9, 101, 102][(state >> 61) as usize % 4]);
+                    match tier.load(client, page, &mut data) {
                         Ok(()) => {
                             assert_eq!(data[..8], page.to_le_bytes(), "bytes of another page");
                             loaded.fetch_add(1, Ordering::Relaxed);
@@ -79,8 +78,8 @@ fn loads_see_whole_pages_of_their_own() {
     });
     let stats = tier.stats();
     assert!(loaded.load(Ordering::Relaxed) > 1000 && stats.loads_failed == 0, "{stats:?}");
-    for region in tier.region_ids() {
-        tier.remove_region(region);
+    for client in tier.client_ids() {
+        tier.remove_client(client);
     }
     let stats = tier.stats();
     assert_eq!((stats.pages, stats.contents, stats.payload_bytes, stats.disk_bytes), (0, 0, 0, 0), "something leaked");

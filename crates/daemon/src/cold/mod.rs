@@ -446,7 +446,7 @@ impl Group {
         }
         // Whoever talks to its agent finds the connection ended; after that nothing is stored for it any more.
         let _held = lock(&client.link);
-        self.tier.remove_region(region);
+        self.tier.remove_client(region);
     }
 }
 

@@ -171,7 +171,7 @@ impl Daemon {
             let _ = std::fs::remove_file(&self.config.socket);
             self.remove_lock(!self.cold.is_in_use());
         })?;
-        pagefold_tier::fd_store::tell_ready();
+        pagefold_tier::fd_store::notify_ready();
         // Who never leaves for want of clients need not look for them.
         let pause_ms = self
             .config

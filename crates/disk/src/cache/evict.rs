@@ -103,7 +103,7 @@ impl Cache {
         count
     }
 
-    /// Flushes some blocks of the image with the most dirty ones whose disk accepts them; returns how many.
+    /// Flushes some blocks of the image with the most dirty ones, or of the next if its disk refuses them; returns how many.
     fn flush_others(&self, except: Option<&Image>) -> usize {
         let mut images = self.images();
         images.retain(|image| image.dirty_bytes() > 0 && except.is_none_or(|e| e.id != image.id));

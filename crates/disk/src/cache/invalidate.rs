@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(byte, [2]);
     }
 
-    /// Another program changes the size during a change of our own, whose times hide the other's.
+    /// Another program changes the size during the cache's own change, which hides the other's times.
     #[test]
     fn an_external_change_of_size_is_detected_during_a_write() {
         let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();

@@ -206,7 +206,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Finds blocks whose known fingerprint another block in memory has, without disk I/O.
+    /// Finds blocks by known fingerprints that other blocks in memory have, without disk I/O.
     fn find_by_fingerprint(&self, load: &mut Load<'_, '_>) {
         if !self.hasher.proves_equality() {
             return;

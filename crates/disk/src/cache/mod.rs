@@ -128,7 +128,7 @@ impl Cache {
         Ok(self.add_image_at(name, file, stamp))
     }
 
-    /// As [`Cache::add_image`], for a file whose version is `stamp` now.
+    /// As [`Cache::add_image`], for a file of version `stamp`.
     pub(crate) fn add_image_at(&self, name: &str, file: Arc<dyn BlockFile>, stamp: Stamp) -> Arc<Image> {
         let mut images = self.images.write();
         let id = images.iter().position(Option::is_none).unwrap_or_else(|| {

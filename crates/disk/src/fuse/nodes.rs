@@ -34,7 +34,7 @@ impl Node {
 pub(super) struct Nodes {
     pub(super) by_number: HashMap<u64, Node>,
     pub(super) by_key: HashMap<FileKey, u64>,
-    /// For files of other devices, whose inode numbers may equal those of the directory's device.
+    /// For files of other devices: their inode numbers may equal those of the directory's device.
     pub(super) next_foreign: u64,
     pub(super) root: FileKey,
 }

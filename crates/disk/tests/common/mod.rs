@@ -69,7 +69,7 @@ pub struct Setup {
     pub nbd: Option<PathBuf>,
     pub read_only: bool,
     pub merge: bool,
-    /// The user the server runs as, if not ours.
+    /// The user that the server runs as, if not the test's.
     pub user: Option<u32>,
 }
 
@@ -79,7 +79,7 @@ impl Default for Setup {
     }
 }
 
-/// A mount, gone with this value.
+/// A mount, removed when dropped.
 pub struct Mount {
     pub base: tempfile::TempDir,
     pub child: Option<Child>,
@@ -123,7 +123,7 @@ impl Mount {
 
     /// The control socket.
     pub fn socket(&self) -> PathBuf {
-        // The name the server chose, in the runtime directory it was given.
+        // The server's name for it, in the runtime directory of the test.
         let name = control::socket_path(&self.at()).file_name().unwrap().to_owned();
         self.base.path().join("run").join(name)
     }
@@ -169,7 +169,7 @@ impl Mount {
         }
     }
 
-    /// Tries another mount of `directory` at `at`; returns what it says.
+    /// Tries another mount of `directory` at `at`; returns its output.
     pub fn try_another(&self, directory: &Path, at: &Path) -> (bool, String) {
         let output = self.command(directory, at).output().unwrap();
         (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
@@ -192,14 +192,14 @@ impl Mount {
         self.child.as_ref().unwrap().id()
     }
 
-    /// Kills the server as nothing else can.
+    /// Kills the server with SIGKILL.
     pub fn kill(&mut self) {
         let mut child = self.child.take().unwrap();
         child.kill().unwrap();
         child.wait().unwrap();
     }
 
-    /// Ends the server with a signal and returns whether it ended well, and what it said.
+    /// Ends the server with a signal; returns whether it succeeded, and its output.
     pub fn terminate(&mut self) -> (bool, String) {
         let child = self.child.take().unwrap();
         let pid = rustix::process::Pid::from_child(&child);
@@ -253,7 +253,7 @@ pub fn serve_if_asked() {
     }
 }
 
-/// Leaves the test with a loud word where the machine cannot run it.
+/// Ends the test with a message if the machine cannot run it.
 #[macro_export]
 macro_rules! skip_unless_mountable {
     () => {

@@ -1,8 +1,8 @@
-//! Denser compression: what was stored in haste is compressed again, with a dictionary learnt from all over the tier.
+//! Dense compression: contents stored fast are compressed again, with a dictionary trained on pages of the whole tier.
 //!
-//! A content that would not get smaller is marked, and not tried again.
+//! A content that would not get smaller is marked and not tried again.
 
-use crate::arena::{NoSlot, Purse};
+use crate::arena::{NoSlot, ReserveClass};
 use crate::codec::Codec;
 use crate::config::Effort;
 use crate::layout::{Meta, PATCHES_SHIFT, TRIED};
@@ -11,7 +11,7 @@ use pagefold_os::PAGE_SIZE;
 use std::sync::atomic::Ordering;
 
 impl Tier {
-    /// Trains the first dictionary from pages all over the tier: better than from those that came first.
+    /// Trains the first dictionary from pages of the whole tier, which is better than from those stored first.
     pub(super) fn train_widely(&self) {
         let contents = self.counters.contents.load(Ordering::Relaxed) as usize;
         if contents < SAMPLES_MIN || !self.is_sampling() {
@@ -19,12 +19,12 @@ impl Tier {
         }
         let step = (contents / SAMPLES).max(1);
         let (mut seen, mut pages) = (0, Vec::new());
-        self.walk((0, 0), &|_| true, |seat, _| {
+        self.walk((0, 0), &|_| true, |entry, _| {
             seen += 1;
             if seen % step == 0 {
                 with_worker(|worker| {
                     let mut page = worker.take_page();
-                    if self.read_content(seat.at, worker, &mut page).is_ok() {
+                    if self.read_content(entry.at, worker, &mut page).is_ok() {
                         pages.extend_from_slice(&page[..]);
                     }
                     worker.return_page(page);
@@ -33,13 +33,13 @@ impl Tier {
             // Any error ends the walk.
             if pages.len() < SAMPLES * PAGE_SIZE { Ok(()) } else { Err(NoSlot::Full) }
         });
-        // Once, also where they teach nothing.
+        // Only once, even if the samples make no dictionary.
         if pages.len() >= SAMPLES_MIN * PAGE_SIZE && self.stop_sampling() {
             self.train_on(&pages);
         }
     }
 
-    /// Compresses contents of that age densely; returns how many, and whether nobody waited for the cleaner meanwhile.
+    /// Compresses contents of at least that age densely. Returns how many, and false if it ended early for a waiting store.
     pub(super) fn recompress_older(&self, ticks: u16) -> (u64, bool) {
         let untried = |word1: u64| {
             let meta = Meta::from_word(word1);
@@ -51,19 +51,19 @@ impl Tier {
             untried(words[at + 1].load(Ordering::Relaxed)) && self.age(word2) >= ticks && word2 >> PATCHES_SHIFT == 0
         };
         let (mut recompressed, mut whole) = (0, true);
-        self.walk((0, 0), &wanted, |seat, moved| {
-            if self.hurried.load(Ordering::Relaxed) > 0 {
+        self.walk((0, 0), &wanted, |entry, moved| {
+            if self.waiting_stores.load(Ordering::Relaxed) > 0 {
                 whole = false;
                 // Any error ends the walk.
                 return Err(NoSlot::Full);
             }
-            if self.spare(seat.key, seat.index) {
+            if self.spare(entry.key, entry.index) {
                 return Ok(());
             }
-            let made = self.densely(seat.at)?;
+            let made = self.densely(entry.at)?;
             recompressed += u64::from(made.is_some());
             if let Some(made) = made {
-                moved.replace(self, seat, made);
+                moved.replace(self, entry, made);
             }
             Ok(())
         });
@@ -80,7 +80,7 @@ impl Tier {
             let read = self.read_content(at, worker, &mut page).is_ok();
             let fingerprint = words[at].load(Ordering::Relaxed);
             let made = read
-                .then(|| self.new_content(fingerprint, &page, Effort::Dense, Some(at), worker, Purse::Reserve))
+                .then(|| self.new_content(fingerprint, &page, Effort::Dense, Some(at), worker, ReserveClass::Reserve))
                 .transpose();
             worker.return_page(page);
             made

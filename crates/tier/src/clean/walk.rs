@@ -1,7 +1,7 @@
-//! The walk that all cleaning is: over the leaves, past the page words whose content is wanted elsewhere.
+//! The walk that all cleaning uses: over the leaves, to the page words with a content that is to be replaced.
 //!
-//! A new content takes the place of an old one page by page, and is remembered for the others that show the old one.
-//! References are held by whoever is at it, so that neither goes meanwhile.
+//! A new content replaces an old one page by page, and is remembered for other pages with the old content. The walk holds
+//! references to both, so that neither is freed meanwhile.
 
 use crate::arena::NoSlot;
 use crate::layout::{LEAF_PAGES, LEAVES_PER_SLAB, REFS_MASK, Shown, TICK_SHIFT, split_key};
@@ -9,37 +9,39 @@ use crate::tier::Tier;
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
-/// Contents remembered as moved before they are let go.
-const MOVED_MAX: usize = 1 << 16;
+/// Most replaced contents that are remembered; beyond it they are forgotten.
+const MOVES_MAX: usize = 1 << 16;
 
-/// One page word, and the content that it shows, referenced.
+/// A page word, with a reference to its content.
 #[derive(Clone, Copy)]
-pub(super) struct Seat {
+pub(super) struct ReferencedWord {
     pub leaf: u32,
     pub index: usize,
     pub key: u64,
     pub word: u64,
+    /// The content.
     pub at: usize,
 }
 
-/// Contents made anew in this walk, by where they were; holds a reference to both.
+/// The new contents of this walk, by the old ones; holds a reference to both.
 #[derive(Default)]
-pub(super) struct Moved(pub HashMap<usize, usize>);
+pub(super) struct Moves(pub HashMap<usize, usize>);
 
 impl Tier {
-    /// Calls `act` for each page word whose content is `wanted`, from `start` on and round; ends early if `act` fails.
+    /// Calls `act` for each page word with a `wanted` content, from `start` to the end and then from the beginning. Ends
+    /// early if `act` fails.
     ///
-    /// Returns where it ended.
+    /// Returns the position where it ended.
     pub(super) fn walk(
         &self,
         start: (usize, usize),
         wanted: &dyn Fn(usize) -> bool,
-        mut act: impl FnMut(Seat, &mut Moved) -> Result<(), NoSlot>,
+        mut act: impl FnMut(ReferencedWord, &mut Moves) -> Result<(), NoSlot>,
     ) -> (usize, usize) {
         let slabs = self.arena.leaf_slabs();
         let split = slabs.partition_point(|slab| *slab < start.0);
         let whole = |slab: &usize| (*slab, 0..LEAVES_PER_SLAB);
-        // The slab to begin with comes twice: from the start on, and at the end up to it.
+        // The first slab is visited twice: from `start` on, and at the end up to `start`.
         let is_there = slabs.get(split) == Some(&start.0);
         let (head, tail) = if is_there {
             (Some((start.0, start.1..LEAVES_PER_SLAB)), Some((start.0, 0..start.1)))
@@ -48,7 +50,7 @@ impl Tier {
         };
         let after = slabs[split + usize::from(is_there)..].iter().map(whole);
         let round = head.into_iter().chain(after).chain(slabs[..split].iter().map(whole)).chain(tail);
-        let mut moved = Moved::default();
+        let mut moved = Moves::default();
         let mut position = start;
         'walk: for (slab, slots) in round {
             for slot in slots {
@@ -59,20 +61,20 @@ impl Tier {
                 }
                 position = (slab, slot);
                 for (index, word) in self.arena.leaf(leaf).iter().enumerate() {
-                    // A glance without reference, which may err, before the look with one.
+                    // A quick check without a reference, which may be wrong, before the one with a reference.
                     let Shown::Content(at) = Shown::from_word(word.load(Ordering::Relaxed)) else { continue };
                     if !self.arena.is_slot(at, 0) || !wanted(at as usize) {
                         continue;
                     }
                     let Some((word, at)) = self.word_with_ref(leaf, index, key) else { continue };
-                    let seat = Seat { leaf, index, key, word, at };
+                    let entry = ReferencedWord { leaf, index, key, word, at };
                     let result = match moved.0.get(&at) {
                         Some(made) => {
                             self.add_ref(*made);
-                            moved.replace(self, seat, *made);
+                            moved.replace(self, entry, *made);
                             Ok(())
                         }
-                        None if wanted(at) => act(seat, &mut moved),
+                        None if wanted(at) => act(entry, &mut moved),
                         None => Ok(()),
                     };
                     self.release(at);
@@ -80,23 +82,23 @@ impl Tier {
                         break 'walk;
                     }
                 }
-                if moved.0.len() > MOVED_MAX {
-                    moved.let_go(self);
+                if moved.0.len() > MOVES_MAX {
+                    moved.release_all(self);
                 }
             }
         }
-        moved.let_go(self);
+        moved.release_all(self);
         position
     }
 
-    /// True once for a page that came back lately.
+    /// Returns true once for a page that was loaded lately.
     pub(super) fn spare(&self, key: u64, index: usize) -> bool {
-        let (region, cluster) = split_key(key);
-        self.region(region).is_some_and(|region| region.spare(cluster * LEAF_PAGES as u64 + index as u64))
+        let (client, cluster) = split_key(key);
+        self.client(client).is_some_and(|client| client.spare(cluster * LEAF_PAGES as u64 + index as u64))
     }
 
     /// Lets the index find `made` instead of `old`.
-    pub(super) fn succeed(&self, old: usize, made: usize) {
+    pub(super) fn replace_in_index(&self, old: usize, made: usize) {
         let words = self.arena.words();
         let mut shard = self.contents.shard(words[old].load(Ordering::Relaxed), words);
         if shard.holds(old) {
@@ -105,7 +107,7 @@ impl Tier {
         }
     }
 
-    /// Gives `to` the tick of `from`: moving is no use.
+    /// Gives `to` the tick of `from`, because moving a content is not a use of it.
     pub(super) fn copy_tick(&self, to: usize, from: usize) {
         self.set_tick(to, self.arena.word(from + 2).load(Ordering::Relaxed));
     }
@@ -122,24 +124,25 @@ impl Tier {
     }
 }
 
-impl Moved {
-    /// Lets the seat show `made`, whose reference is passed in, and remembers it if others show the old content too.
-    pub(super) fn replace(&mut self, tier: &Tier, seat: Seat, made: usize) {
-        let refs = tier.arena.word(seat.at + 2).load(Ordering::Relaxed) & REFS_MASK;
-        if refs > 2 && !self.0.contains_key(&seat.at) {
-            tier.add_ref(seat.at);
+impl Moves {
+    /// Replaces the content of a page word by `made`; the caller's reference passes to the page. Remembers `made` if other pages
+    /// have the old content too.
+    pub(super) fn replace(&mut self, tier: &Tier, entry: ReferencedWord, made: usize) {
+        let refs = tier.arena.word(entry.at + 2).load(Ordering::Relaxed) & REFS_MASK;
+        if refs > 2 && !self.0.contains_key(&entry.at) {
+            tier.add_ref(entry.at);
             tier.add_ref(made);
-            self.0.insert(seat.at, made);
+            self.0.insert(entry.at, made);
         }
-        tier.succeed(seat.at, made);
-        if tier.exchange(seat.leaf, seat.index, seat.key, seat.word, Shown::Content(made as u64).word()) {
-            tier.release(seat.at);
+        tier.replace_in_index(entry.at, made);
+        if tier.exchange(entry.leaf, entry.index, entry.key, entry.word, Shown::Content(made as u64).word()) {
+            tier.release(entry.at);
         } else {
             tier.release(made);
         }
     }
 
-    pub(super) fn let_go(&mut self, tier: &Tier) {
+    pub(super) fn release_all(&mut self, tier: &Tier) {
         for (old, made) in self.0.drain() {
             tier.release(old);
             tier.release(made);

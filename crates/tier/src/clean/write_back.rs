@@ -1,38 +1,38 @@
-//! Writeback: contents go to the file, and stubs stay.
+//! Writeback: contents are written to the file, and stubs replace them in memory.
 //!
-//! A histogram of ages says from which on contents make up what is wanted. Those are packed into segments; each page
-//! that shows one gets a stub, once its segment is written. If the file refuses, everything stays where it was.
+//! A histogram of ages gives the age above which contents add up to the wanted bytes. These are packed into segments. Once
+//! a segment is written, each page with one of its contents gets a stub. If the write fails, everything stays in memory.
 
-use super::Cleaner;
-use super::walk::{Moved, Seat};
-use crate::arena::{NoSlot, Purse};
+use super::walk::{Moves, ReferencedWord};
+use crate::arena::{NoSlot, ReserveClass};
+use crate::backing_file::{BLOCK_BYTES, Blocks, SEGMENT_BYTES};
+use crate::cleaner_state::CleanerState;
 use crate::codec::{Codec, RAW_ABOVE_BYTES};
 use crate::layout::{HEADER_BYTES, LEAVES_PER_SLAB, Meta, PATCHES_SHIFT, REFS_MASK, Shown};
 use crate::stats::count;
 use crate::tier::{Tier, with_worker};
-use crate::writeback::{BLOCK_BYTES, Blocks, SEGMENT_BYTES};
 use pagefold_os::PAGE_SIZE;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
 
-/// Ages told apart when choosing what to write back; older is equal.
+/// Ages that the histogram distinguishes; older contents count as equally old.
 const AGES: usize = 1024;
-/// Least payload that is worth a place in the file.
+/// Smallest payload that is written back.
 const WRITEBACK_BYTES_MIN: usize = 64;
 
-/// The file could not be written, or there was no room for what stays in memory.
+/// The file could not be written, or there was no memory for a stub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct FileRefuses;
+struct WritebackFailed;
 
 impl Tier {
-    pub(super) fn write_back(&self, cleaner: &mut Cleaner, bytes_wanted: u64) -> u64 {
+    pub(super) fn write_back(&self, cleaner: &mut CleanerState, bytes_wanted: u64) -> u64 {
         let tick = self.tick.load(Ordering::Relaxed);
         if self.disk.is_none() || tick < cleaner.retry_tick {
             return 0;
         }
         let mut result = self.write_back_round(cleaner, bytes_wanted);
         if result == Ok((0, true)) {
-            // Everything was spared: not twice.
+            // All candidates were spared, which happens only once in a row.
             result = self.write_back_round(cleaner, bytes_wanted);
         }
         let written = result.map_or(0, |(written, _)| written);
@@ -44,21 +44,21 @@ impl Tier {
         written
     }
 
-    /// Walks once; returns the contents written and whether any was spared, or that the file refuses.
-    fn write_back_round(&self, cleaner: &mut Cleaner, bytes_wanted: u64) -> Result<(u64, bool), FileRefuses> {
+    /// Walks once; returns the contents written, and whether any was spared.
+    fn write_back_round(&self, cleaner: &mut CleanerState, bytes_wanted: u64) -> Result<(u64, bool), WritebackFailed> {
         let Some(age_min) = self.age_for(bytes_wanted) else { return Ok((0, false)) };
         let mut batch = Batch::new();
         let (mut freed, mut written, mut spared, mut failed) = (0, 0, false, false);
-        let may_go = |at: usize| self.may_go(at).is_some_and(|age| age >= age_min);
-        let position = self.walk(cleaner.position, &may_go, |seat, moved| {
-            if self.spare(seat.key, seat.index) {
+        let is_wanted = |at: usize| self.writeback_age(at).is_some_and(|age| age >= age_min);
+        let position = self.walk(cleaner.position, &is_wanted, |entry, moved| {
+            if self.spare(entry.key, entry.index) {
                 spared = true;
                 return Ok(());
             }
-            // Another page of the batch may show it: the batch keeps a reference for each.
-            self.add_ref(seat.at);
-            if !batch.add(self, seat) {
-                self.release(seat.at);
+            // Other pages of the batch may have the same content: the batch holds a reference for each.
+            self.add_ref(entry.at);
+            if !batch.add(self, entry) {
+                self.release(entry.at);
                 return Ok(());
             }
             if batch.is_full() {
@@ -74,28 +74,28 @@ impl Tier {
             if failed || freed + batch.used as u64 >= bytes_wanted { Err(NoSlot::Full) } else { Ok(()) }
         });
         cleaner.position = position;
-        // A segment that is mostly empty is a waste of the file, unless it is all there is.
+        // A mostly empty segment wastes the file, unless nothing else was written.
         if !failed && (written == 0 || batch.used >= SEGMENT_BYTES / 2) {
-            let mut last = Moved::default();
+            let mut last = Moves::default();
             match batch.write(self, &mut last) {
                 Some((contents, _)) => written += contents,
                 None => failed = true,
             }
-            last.let_go(self);
+            last.release_all(self);
         }
         batch.abandon(self);
-        if failed { Err(FileRefuses) } else { Ok((written, spared)) }
+        if failed { Err(WritebackFailed) } else { Ok((written, spared)) }
     }
 
-    /// Age of a content that may be written back; `None` if it may not.
-    fn may_go(&self, at: usize) -> Option<u16> {
+    /// Age of a content; `None` if it may not be written back.
+    fn writeback_age(&self, at: usize) -> Option<u16> {
         let meta = self.meta(at);
         let word2 = self.arena.word(at + 2).load(Ordering::Relaxed);
         let may = !meta.is_on_disk() && meta.resident_len() >= WRITEBACK_BYTES_MIN && word2 >> PATCHES_SHIFT == 0;
         may.then(|| self.age(word2))
     }
 
-    /// The age from which on contents make up `bytes`; `None` if nothing may go.
+    /// The age above which contents add up to `bytes`; `None` if none may be written back.
     fn age_for(&self, bytes: u64) -> Option<u16> {
         let mut by_age = vec![0_u64; AGES];
         let mut seen = HashSet::new();
@@ -106,7 +106,7 @@ impl Tier {
                     if !self.arena.is_slot(at, 0) {
                         continue;
                     }
-                    let Some(age) = self.may_go(at as usize) else { continue };
+                    let Some(age) = self.writeback_age(at as usize) else { continue };
                     let shared = self.arena.word(at as usize + 2).load(Ordering::Relaxed) & REFS_MASK > 1;
                     if !shared || seen.insert(at) {
                         by_age[(age as usize).min(AGES - 1)] += self.meta(at as usize).resident_len() as u64;
@@ -123,62 +123,62 @@ impl Tier {
     }
 }
 
-/// Contents on their way to the file.
+/// Contents that are to be written in one segment.
 struct Batch {
     blocks: Blocks,
     used: usize,
-    seats: Vec<Seat>,
-    /// Where each content lies in the batch, and how it is to be read there.
+    words: Vec<ReferencedWord>,
+    /// The offset of each content in the batch, and its encoding there.
     placed: HashMap<usize, (usize, Meta)>,
 }
 
 impl Batch {
     fn new() -> Batch {
-        Batch { blocks: Blocks::new(SEGMENT_BYTES), used: 0, seats: Vec::new(), placed: HashMap::new() }
+        Batch { blocks: Blocks::new(SEGMENT_BYTES), used: 0, words: Vec::new(), placed: HashMap::new() }
     }
 
     fn is_full(&self) -> bool {
         self.used + PAGE_SIZE + 8 > SEGMENT_BYTES
     }
 
-    /// Takes the content of a seat in, with the reference passed in; false if it cannot be read.
-    fn add(&mut self, tier: &Tier, seat: Seat) -> bool {
-        if !self.placed.contains_key(&seat.at) {
-            let mut meta = tier.meta(seat.at);
-            let room = &mut self.blocks.get_mut()[self.used..];
+    /// Adds the content of a page word; false if it cannot be read. The entry's reference passes to the batch if true.
+    fn add(&mut self, tier: &Tier, entry: ReferencedWord) -> bool {
+        if !self.placed.contains_key(&entry.at) {
+            let mut meta = tier.meta(entry.at);
+            let free = &mut self.blocks.get_mut()[self.used..];
             if meta.codec == Codec::Patch as u8 {
-                // A patch in the file would keep its base in memory, or need two reads.
-                let Some((codec, dictionary, len)) = plainly(tier, seat.at, room) else { return false };
+                // A patch in the file would need its base in memory, or a second read.
+                let Some((codec, dictionary, len)) = encode_without_base(tier, entry.at, free) else { return false };
                 meta = Meta { len: len as u16, codec: codec as u8, dictionary };
             } else {
-                let words = &tier.arena.words()[seat.at + HEADER_BYTES / 8..][..(meta.len as usize).div_ceil(8)];
-                for (chunk, word) in room.chunks_exact_mut(8).zip(words) {
+                let words = &tier.arena.words()[entry.at + HEADER_BYTES / 8..][..(meta.len as usize).div_ceil(8)];
+                for (chunk, word) in free.chunks_exact_mut(8).zip(words) {
                     chunk.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
                 }
             }
-            self.placed.insert(seat.at, (self.used, meta));
+            self.placed.insert(entry.at, (self.used, meta));
             self.used += (meta.len as usize).next_multiple_of(8);
         }
-        self.seats.push(seat);
+        self.words.push(entry);
         true
     }
 
-    /// Leaves the contents where they are.
+    /// Drops the batch: its contents stay in memory.
     fn abandon(&mut self, tier: &Tier) {
-        self.seats.drain(..).for_each(|seat| tier.release(seat.at));
+        self.words.drain(..).for_each(|entry| tier.release(entry.at));
     }
 
-    /// Writes the batch and lets its pages show what is in the file: contents and bytes of memory freed.
+    /// Writes the batch and gives its pages stubs. Returns the contents written and the bytes of memory freed.
     ///
-    /// Contents that other pages show too are remembered in `moved`. `None` if the file refuses; everything then
-    /// stays as it was.
-    fn write(&mut self, tier: &Tier, moved: &mut Moved) -> Option<(u64, u64)> {
-        if self.seats.is_empty() {
+    /// Contents that other pages have too are remembered in `moved`. `None` if the write fails; everything stays in
+    /// memory then.
+    fn write(&mut self, tier: &Tier, moved: &mut Moves) -> Option<(u64, u64)> {
+        if self.words.is_empty() {
             return Some((0, 0));
         }
         let len = self.used.next_multiple_of(BLOCK_BYTES);
         let used = std::mem::take(&mut self.used);
-        let seats = std::mem::take(&mut self.seats);
+        let words = std::mem::take(&mut self.words);
         let placed = std::mem::take(&mut self.placed);
         self.blocks.get_mut()[used..len].fill(0);
         let disk = tier.disk.as_ref()?;
@@ -187,38 +187,39 @@ impl Batch {
         let mut freed = 0;
         let mut ok = written.is_ok();
         if let Ok(offset) = &written {
-            for seat in &seats {
-                let stub = match stubs.get(&seat.at) {
+            for entry in &words {
+                let stub = match stubs.get(&entry.at) {
                     Some(stub) => *stub,
                     None => {
-                        let (start, meta) = placed[&seat.at];
+                        let (start, meta) = placed[&entry.at];
                         let start = offset + start as u64;
                         let on_disk = Meta { codec: meta.codec | Meta::ON_DISK, ..meta };
-                        let fingerprint = tier.arena.word(seat.at).load(Ordering::Relaxed);
-                        let Ok(stub) = tier.write_content(fingerprint, on_disk, &start.to_le_bytes(), Purse::Reserve)
+                        let fingerprint = tier.arena.word(entry.at).load(Ordering::Relaxed);
+                        let Ok(stub) =
+                            tier.write_content(fingerprint, on_disk, &start.to_le_bytes(), ReserveClass::Reserve)
                         else {
                             ok = false;
                             break;
                         };
-                        disk.keep(start, meta.len as usize);
-                        tier.copy_tick(stub, seat.at);
-                        tier.succeed(seat.at, stub);
-                        freed += tier.meta(seat.at).resident_len() as u64;
-                        stubs.insert(seat.at, stub);
+                        disk.add_live(start, meta.len as usize);
+                        tier.copy_tick(stub, entry.at);
+                        tier.replace_in_index(entry.at, stub);
+                        freed += tier.meta(entry.at).resident_len() as u64;
+                        stubs.insert(entry.at, stub);
                         stub
                     }
                 };
                 tier.add_ref(stub);
-                if tier.exchange(seat.leaf, seat.index, seat.key, seat.word, Shown::Content(stub as u64).word()) {
-                    tier.release(seat.at);
+                if tier.exchange(entry.leaf, entry.index, entry.key, entry.word, Shown::Content(stub as u64).word()) {
+                    tier.release(entry.at);
                 } else {
                     tier.release(stub);
                 }
             }
-            disk.forget(*offset, 1);
+            disk.remove_live(*offset, 1);
         }
         for (old, stub) in &stubs {
-            // Our reference to the stub goes to the map.
+            // The reference to the stub passes to the map.
             if let std::collections::hash_map::Entry::Vacant(vacant) = moved.0.entry(*old) {
                 tier.add_ref(*old);
                 vacant.insert(*stub);
@@ -226,19 +227,19 @@ impl Batch {
                 tier.release(*stub);
             }
         }
-        seats.iter().for_each(|seat| tier.release(seat.at));
+        words.iter().for_each(|entry| tier.release(entry.at));
         ok.then_some((stubs.len() as u64, freed))
     }
 }
 
 impl Drop for Batch {
     fn drop(&mut self) {
-        debug_assert!(self.seats.is_empty() || std::thread::panicking(), "references would leak");
+        debug_assert!(self.words.is_empty() || std::thread::panicking(), "references would leak");
     }
 }
 
-/// Compresses a patched content without its base, into `room`.
-fn plainly(tier: &Tier, at: usize, room: &mut [u8]) -> Option<(Codec, u8, usize)> {
+/// Compresses a patched content without its base, into `out`.
+fn encode_without_base(tier: &Tier, at: usize, out: &mut [u8]) -> Option<(Codec, u8, usize)> {
     with_worker(|worker| {
         let mut page = worker.take_page();
         let read = tier.read_content(at, worker, &mut page).is_ok();
@@ -246,11 +247,11 @@ fn plainly(tier: &Tier, at: usize, room: &mut [u8]) -> Option<(Codec, u8, usize)
             let (dictionary, digested) = tier.current_dictionary();
             match worker.coder.zstd(&page, digested, RAW_ABOVE_BYTES) {
                 Some(bytes) => {
-                    room[..bytes.len()].copy_from_slice(bytes);
+                    out[..bytes.len()].copy_from_slice(bytes);
                     (Codec::Zstd, dictionary, bytes.len())
                 }
                 None => {
-                    room[..PAGE_SIZE].copy_from_slice(&page[..]);
+                    out[..PAGE_SIZE].copy_from_slice(&page[..]);
                     (Codec::Raw, 0, PAGE_SIZE)
                 }
             }

@@ -1,26 +1,27 @@
-//! The memory of a region: where each page is, how it goes out, and how it comes back.
+//! The memory of a region: the state of each page, its eviction, and its loading.
 //!
-//! | state | the page is | the tier has | who changes it |
+//! | state | the page is | the tier holds | changed by |
 //! |---|---|---|---|
-//! | here | here, or never was | nothing | anybody |
-//! | back | here | an old entry, discarded by the next `park`, `cool` or `unpark` | anybody |
-//! | frozen | in the parker's hands | | the parker |
-//! | out | in the tier | its entry | anybody |
-//! | busy | in the hands of a thread that brings it or zeros | as before | that thread |
+//! | resident | resident, or never written | nothing | any thread |
+//! | resident, stored | resident | an old entry, discarded by the next `park`, `park_idle` or `unpark` | any thread |
+//! | frozen | being compared by the evicting thread | | that thread |
+//! | evicted | in the tier | its entry | any thread |
+//! | busy | being loaded, or filled with zeros, by a thread | as before | that thread |
 //!
-//! Entries are stored and discarded by who holds `parking` only, never in the
-//! handler, where nothing may be freed.
+//! Only a thread that has `evict_state` locked stores and discards entries. The
+//! handler never does, because it must not free memory.
 //!
-//! Here are the states and who may change them; `out` takes pages away, `back` brings them, `hand` helps with it, `handle` makes it all.
+//! This file holds the states and their rules; `evict` evicts pages, `fault_in` loads them, `prefetcher` helps it, and
+//! `handle` creates and drops a region.
 
-mod back;
-mod hand;
+mod evict;
+mod fault_in;
 mod handle;
-mod out;
+mod prefetcher;
 
-use super::decoder::Patience;
+use super::decoder::SpinBudget;
 use super::{RegionError, RegionStats};
-use crate::index;
+use crate::page_directory;
 use crate::stats::Stats;
 use crate::tier::Tier;
 pub(super) use handle::Handle;
@@ -34,34 +35,34 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-const HERE: u8 = 0;
-const BACK: u8 = 1;
+const RESIDENT: u8 = 0;
+const RESIDENT_STORED: u8 = 1;
 const FROZEN: u8 = 2;
-const OUT: u8 = 3;
+const EVICTED: u8 = 3;
 const BUSY: u8 = 4;
 
-/// Pages whose missing mode is switched together: absent pages cost a fault of ours only where some are out.
+/// Pages that switch to missing mode together, so that absent pages cost a userfault only near evicted ones.
 const CHUNK: usize = 512;
-/// Pages copied and stored at once.
+/// Pages copied and stored together.
 const BATCH: usize = 256;
-/// Pages frozen at once: how long an access waits for a comparison.
+/// Pages frozen together, which bounds how long an access waits for the comparison.
 const FREEZE: usize = 64;
-/// The region's number in its tier.
-const REGION: u32 = 1;
+/// The region's client number in its tier.
+const CLIENT: u32 = 1;
 
 #[derive(Debug, Default)]
 struct Counters {
     out: AtomicU64,
     parked: AtomicU64,
-    back: AtomicU64,
+    loaded: AtomicU64,
     faults: AtomicU64,
     fault_ns: AtomicU64,
-    by_hand: AtomicU64,
+    prefetched: AtomicU64,
     zero_faults: AtomicU64,
     unreadable: AtomicU64,
 }
 
-/// Pages `first..end` stay here.
+/// Pages that stay resident.
 #[derive(Debug)]
 struct Pin {
     id: u64,
@@ -74,20 +75,20 @@ struct Pins {
     all: Vec<Pin>,
 }
 
-/// What the parker has.
+/// The buffers and marks of eviction.
 #[derive(Debug)]
-struct Parking {
+struct EvictState {
     staging: Mapping,
     copies_fd: Fd,
     copies: Mapping,
     pagemap: Fd,
-    /// In missing mode.
+    /// Whether each chunk is in missing mode.
     missing: Vec<bool>,
-    /// Strikes and age of each page, made by the first `cool`.
+    /// Strikes and age of each page, allocated by the first `park_idle`.
     ages: Option<Mapping>,
 }
 
-/// A region, shared by its handles and found by the handler.
+/// A region, shared by its handles and the signal handler.
 #[derive(Debug)]
 pub(super) struct Shared {
     memory: Mapping,
@@ -96,23 +97,23 @@ pub(super) struct Shared {
     ours: Mapping,
     uffd: Uffd,
     tier: Tier,
-    index: Arc<index::Region>,
+    index: Arc<page_directory::ClientPages>,
     counters: Counters,
-    /// One past the last page that a fault brought, and how many it brought.
+    /// One past the last page of the last fault's window, and the window's length.
     window_end: AtomicU64,
     window_pages: AtomicU64,
-    offer: hand::Offer,
-    /// A page that was here when it faulted, and how often in a row: see [`back::STUCK_MAX`].
+    window: prefetcher::SharedWindow,
+    /// A page that was resident when it faulted, and how often in a row: see [`fault_in::STUCK_MAX`].
     stuck: AtomicU64,
     closed: AtomicBool,
-    parking: Mutex<Parking>,
+    evict_state: Mutex<EvictState>,
     pins: Mutex<Pins>,
 }
 
-/// A mapping of our own: a child does not have it.
-fn own(len: usize) -> Result<Mapping, RegionError> {
+/// An anonymous mapping that a child of a fork does not have.
+fn map_dontfork(len: usize) -> Result<Mapping, RegionError> {
     let map = Mapping::anonymous(len).map_err(RegionError::Memory)?;
-    // SAFETY: changes no bytes.
+    // SAFETY: the range is the new mapping; the advice does not change its bytes.
     unsafe { mem::advise(map.addr(), map.len() as u64, libc::MADV_DONTFORK) }.map_err(RegionError::Memory)?;
     Ok(map)
 }
@@ -138,7 +139,7 @@ impl Shared {
 
     fn state(&self, page: usize) -> &AtomicU8 {
         assert!(page < self.pages());
-        // SAFETY: a byte of the mapping, as just checked, only ever used as an atomic.
+        // SAFETY: the assertion keeps the byte inside the mapping, and every access to it is atomic.
         unsafe { AtomicU8::from_ptr(self.states.as_ptr().add(page)) }
     }
 
@@ -150,17 +151,17 @@ impl Shared {
         Addresses { start: self.addr(pages.start), end: self.addr(pages.end) }
     }
 
-    /// False in a child of a fork: our descriptor is the parent's memory, our mappings are not there, and a lock may be
-    /// held by a thread that is not there either.
+    /// Returns false in a child of a fork: there, the userfaultfd belongs to the parent's memory, the mappings do not exist,
+    /// and a lock may be held by a thread of the parent.
     pub(super) fn is_ours(&self) -> bool {
-        // SAFETY: one byte of our own mapping.
+        // SAFETY: the byte lies in the mapping `ours`, which a child has too, filled with zeros.
         unsafe { self.ours.as_ptr().read_volatile() == 1 }
     }
 
-    /// The region is dropped; other handles may be left.
+    /// Marks the region as dropped; other handles may still exist.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        self.offer.ring();
+        self.window.wake_prefetchers();
     }
 
     fn usable(&self) -> bool {
@@ -180,10 +181,10 @@ impl Shared {
             pages: self.pages() as u64,
             pages_out: get(&counters.out),
             pages_parked: get(&counters.parked),
-            pages_back: get(&counters.back),
+            pages_loaded: get(&counters.loaded),
             faults: get(&counters.faults),
             fault_ns: get(&counters.fault_ns),
-            pages_by_hand: get(&counters.by_hand),
+            pages_prefetched: get(&counters.prefetched),
             zero_faults: get(&counters.zero_faults),
             pages_unreadable: get(&counters.unreadable),
             pages_pinned: pinned,
@@ -199,14 +200,14 @@ impl Shared {
     }
 
     fn wait_for(&self, page: usize) {
-        let mut patience = Patience::default();
+        let mut budget = SpinBudget::default();
         while matches!(self.state(page).load(Ordering::Acquire), BUSY | FROZEN) {
-            patience.wait();
+            budget.spin();
         }
     }
 
-    /// Takes a page into the parker's hands; what it was.
-    fn take(&self, page: usize) -> u8 {
+    /// Freezes a page; returns its state before.
+    fn freeze_page(&self, page: usize) -> u8 {
         let state = self.state(page);
         loop {
             match state.load(Ordering::Acquire) {
@@ -220,12 +221,13 @@ impl Shared {
         }
     }
 
-    /// Discards the old entries of pages that came back.
+    /// Discards the old entries of resident pages.
     fn sweep(&self, pages: Range<usize>) {
-        let swept =
-            |page: &usize| self.state(*page).compare_exchange(BACK, HERE, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let swept = |page: &usize| {
+            self.state(*page).compare_exchange(RESIDENT_STORED, RESIDENT, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
         for_runs(pages.filter(swept), usize::MAX, |run| {
-            self.tier.discard(REGION, run.start as u64..run.end as u64);
+            self.tier.discard(CLIENT, run.start as u64..run.end as u64);
         });
     }
 
@@ -272,32 +274,32 @@ mod tests {
     use super::super::tests::region;
     use super::*;
 
-    /// Whoever held a lock of the tier is not there to give it back.
+    /// The thread that holds a lock of the tier does not exist in the child.
     #[test]
     fn a_child_waits_for_no_lock_of_the_tier() {
         let Some(mut region) = region(2 * PAGE_SIZE) else { return };
         let shared = region.shared.clone();
-        let held = shared.tier.regions.write().unwrap();
-        // By a bare call: fork(3) would wait for locks of other threads, too. Without a signal: tests of the keeper have
-        // this process ignore those of children, which are nobody's then.
+        let held = shared.tier.clients.write().unwrap();
+        // By the raw call, because fork(3) would wait for locks of other threads. Without an exit signal, because tests of
+        // the keeper ignore SIGCHLD in this process, and an ignored child cannot be waited for.
         // SAFETY: the child works on its copies, allocates nothing, and ends.
         let child = unsafe { libc::syscall(libc::SYS_clone, 0, 0, 0, 0, 0) } as i32;
         if child == 0 {
             let _ = (region.tier_stats(), region.stats());
             region.discard(1..2 * PAGE_SIZE);
-            // SAFETY: ends this process at once.
+            // SAFETY: _exit takes a number and ends the child.
             unsafe { libc::_exit(0) };
         }
         drop(held);
         let mut status = -1;
-        // SAFETY: our own child.
+        // SAFETY: `status` outlives the call; `child` is this process's child.
         let mut wait = |flags| unsafe { libc::waitpid(child, &raw mut status, libc::__WALL | flags) };
         let has_ended = (0..6000).any(|_| {
             std::thread::sleep(std::time::Duration::from_millis(10));
             wait(libc::WNOHANG) == child
         });
         if !has_ended {
-            // SAFETY: our own child, which waits with its signals blocked.
+            // SAFETY: kill takes numbers; `child` is not reaped yet.
             unsafe { libc::kill(child, libc::SIGKILL) };
             wait(0);
         }

@@ -1,4 +1,4 @@
-//! The domain's dictionaries: sampled, trained, published, loaded.
+//! The domain's dictionaries: sampling, training, publishing, loading.
 
 use super::{SAMPLES, Tier};
 use crate::codec::{self, Dictionary};
@@ -10,14 +10,14 @@ use std::sync::atomic::Ordering;
 use twox_hash::XxHash3_64;
 
 impl Tier {
-    /// Keeps every so many densely stored pages until there are enough to train a dictionary from. For those stored quickly
-    /// the cleaner does it: it takes as long as storing ten thousand of them.
+    /// Samples every fourth densely stored page until there are enough to train a dictionary from. Pages stored fast are
+    /// sampled by the cleaner, because training takes as long as storing ten thousand of them.
     pub(super) fn sample(&self, data: &Page) {
         if self.dictionary.load(Ordering::Relaxed) != 0 {
             return;
         }
         let full = {
-            // Never waits: a page that is not sampled is no loss.
+            // Never waits: a page may stay unsampled.
             let Ok(mut samples) = self.samples.try_lock() else { return };
             samples.seen += 1;
             if samples.done || samples.seen % 4 != 0 {
@@ -33,20 +33,20 @@ impl Tier {
         self.train_on(&full);
     }
 
-    /// Whether the first dictionary is yet to be trained.
+    /// Returns true if the first dictionary is still to be trained.
     pub(crate) fn is_sampling(&self) -> bool {
         self.dictionary.load(Ordering::Relaxed) == 0 && !lock(&self.samples).done
     }
 
-    /// Somebody has samples enough; false if somebody else had.
+    /// Ends sampling, because the caller has enough samples; false if another thread had ended it.
     pub(crate) fn stop_sampling(&self) -> bool {
         let mut samples = lock(&self.samples);
         samples.pages = Vec::new();
         !std::mem::replace(&mut samples.done, true)
     }
 
-    /// Trains a dictionary from sample pages (whole pages, one after the other) and uses it for dense stores from
-    /// now on. Returns false if the samples give none or all 15 places are taken.
+    /// Trains a dictionary from sample pages (whole pages, one after the other) and uses it for later dense stores.
+    /// Returns false if the samples make none, or if there are 15 dictionaries already.
     pub fn train_on(&self, samples: &[u8]) -> bool {
         let Some(bytes) = codec::train(samples) else { return false };
         self.install_dictionary(&bytes)
@@ -58,7 +58,7 @@ impl Tier {
         let Some(number) = (1..=DICTIONARIES).find(|number| directory(*number).load(Ordering::Relaxed) == 0) else {
             return false;
         };
-        if number == 1 && self.arena.back_dictionaries().is_err() {
+        if number == 1 && self.arena.allocate_dictionaries().is_err() {
             return false;
         }
         let words = &self.arena.words()[layout::dictionary_word(number)..][..DICTIONARY_BYTES / 8];
@@ -67,12 +67,12 @@ impl Tier {
             eight[..chunk.len()].copy_from_slice(chunk);
             word.store(u64::from_le_bytes(eight), Ordering::Relaxed);
         }
-        // Publishes the dictionary; contents that use it come later.
+        // Publishes the dictionary, before any content uses it.
         directory(number).store(bytes.len() as u64 | dictionary_check(bytes) << 32, Ordering::Release);
         self.load_dictionary(number)
     }
 
-    /// Digests dictionary `number` of the arena, if it is whole.
+    /// Loads dictionary `number` of the arena, if it is complete.
     pub(crate) fn load_dictionary(&self, number: usize) -> bool {
         let entry = self.arena.word(superblock::DICTIONARIES + number - 1).load(Ordering::Acquire);
         let len = (entry & 0xffff_ffff) as usize;

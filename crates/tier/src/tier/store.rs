@@ -1,56 +1,56 @@
-//! Pages in.
+//! Storing pages.
 
 use super::{ClusterShard, SAMPLES, Stored, Tier, Worker, with_lent_worker, with_worker};
-use crate::arena::{NoSlot, Purse};
+use crate::arena::{NoSlot, ReserveClass};
 use crate::codec::{self, Codec, PATCH_HEAD, RAW_ABOVE_BYTES};
 use crate::config::Effort;
 use crate::error::StoreError;
-use crate::index::Region;
 use crate::layout::{self, LEAF_PAGES, Meta, PATCHES_SHIFT, Shown, leaf_key};
+use crate::page_directory::ClientPages;
 use crate::stats::count;
 use pagefold_os::Page;
 use pagefold_os::sched::{self, Cpus};
 use pagefold_os::sync::lock;
 use std::sync::atomic::Ordering;
 
-/// Which processors each of some threads takes, the caller among them: the kernel may well put threads that live for a
-/// few milliseconds onto the processor of the one that started them, and then they work one after the other.
+/// Which processors each of some threads uses, the caller among them. Without it the kernel may run threads that live for
+/// a few milliseconds on the processor of the thread that started them, one after the other.
 #[derive(Clone, Copy)]
-struct Seats {
+struct CpuAssignment {
     cpus: Cpus,
     own: usize,
     count: usize,
 }
 
-impl Seats {
-    fn of(count: usize) -> Seats {
+impl CpuAssignment {
+    fn of(count: usize) -> CpuAssignment {
         let cpus = Cpus::of_thread().unwrap_or(Cpus::NONE);
         let here = sched::cpu();
         let own = cpus.iter().position(|cpu| Some(cpu) == here).unwrap_or(0);
-        Seats { cpus, own, count }
+        CpuAssignment { cpus, own, count }
     }
 
-    /// Binds the calling thread, the `number`-th behind the caller; where there are too few processors, to none.
-    fn take(&self, number: usize) {
+    /// Binds the calling thread, which is the `number`-th after the caller. Does nothing if there are too few processors.
+    fn bind(&self, number: usize) {
         let share = self.cpus.share((self.own + number) % self.count, self.count);
         if share != Cpus::NONE {
-            // Only a matter of time.
+            // An unbound thread is slower, nothing else.
             let _ = share.bind_thread();
         }
     }
 }
 
 impl Tier {
-    /// Takes a copy of a page; what the tier had for it is replaced.
+    /// Stores a copy of a page, which replaces an earlier one.
     ///
     /// # Errors
-    /// The tier is full, the kernel gives no memory, or the name is out of range. What was there before stays.
-    pub fn store(&self, region: u32, page: u64, data: &Page, effort: Effort) -> Result<Stored, StoreError> {
-        let region = self.region_or_new(region, page, None)?;
-        let mut room_made = 0;
+    /// The tier is full, the kernel refuses memory, or client or page is out of range. An earlier copy stays.
+    pub fn store(&self, client: u32, page: u64, data: &Page, effort: Effort) -> Result<Stored, StoreError> {
+        let client = self.client_or_new(client, page, None)?;
+        let mut reclaimed = 0;
         loop {
             let result = self.word_for(data, effort).and_then(|(word, stored)| {
-                self.publish(&region, page, word).map(|()| stored).inspect_err(|_| self.release_word(word))
+                self.publish(&client, page, word).map(|()| stored).inspect_err(|_| self.release_word(word))
             });
             match result {
                 Ok(stored) => {
@@ -60,23 +60,23 @@ impl Tier {
                     }
                     return Ok(stored);
                 }
-                Err(NoSlot::Full) if room_made < 2 && self.make_room() => room_made += 1,
+                Err(NoSlot::Full) if reclaimed < 2 && self.reclaim() => reclaimed += 1,
                 Err(error) => return Err(self.refuse(error)),
             }
         }
     }
 
-    /// Takes copies of many pages of a region, on several threads; the results stand in the order of the pages.
+    /// Stores copies of many pages of a client, with several threads. The results are in the order of the pages.
     ///
     /// A dense batch of 256 pages or more trains the domain's dictionary first, if there is none.
-    pub fn store_many(&self, region: u32, pages: &[(u64, &Page)], effort: Effort) -> Vec<Result<Stored, StoreError>> {
+    pub fn store_many(&self, client: u32, pages: &[(u64, &Page)], effort: Effort) -> Vec<Result<Stored, StoreError>> {
         if effort == Effort::Dense && self.dictionary.load(Ordering::Acquire) == 0 && pages.len() >= 256 {
             let step = pages.len().div_ceil(SAMPLES);
             let usable = pages.iter().step_by(step).filter(|(_, page)| codec::same_filled(page).is_none());
             self.train_on(&usable.flat_map(|(_, page)| page.iter().copied()).collect::<Vec<u8>>());
         }
         let store = |pages: &[(u64, &Page)]| -> Vec<Result<Stored, StoreError>> {
-            pages.iter().map(|(page, data)| self.store(region, *page, data, effort)).collect()
+            pages.iter().map(|(page, data)| self.store(client, *page, data, effort)).collect()
         };
         let workers = self.config.workers.min(pages.len() / 64).max(1);
         if workers == 1 {
@@ -84,23 +84,23 @@ impl Tier {
         }
         let part = pages.len().div_ceil(workers).next_multiple_of(LEAF_PAGES);
         let (own, rest) = pages.split_at(part.min(pages.len()));
-        let seats = Seats::of(workers);
+        let cpus = CpuAssignment::of(workers);
         std::thread::scope(|scope| {
-            let aside = |(number, part)| {
+            let spawn = |(number, part)| {
                 let work = move || {
-                    seats.take(number + 1);
+                    cpus.bind(number + 1);
                     with_lent_worker(&self.idle_workers, || store(part))
                 };
                 (part, std::thread::Builder::new().spawn_scoped(scope, work))
             };
-            let handles: Vec<_> = rest.chunks(part).enumerate().map(aside).collect();
-            // Who waits on our processor for its turn finds its own now.
+            let handles: Vec<_> = rest.chunks(part).enumerate().map(spawn).collect();
+            // A new thread that waits for this processor can now run and bind itself to its own.
             std::thread::yield_now();
             let mut stored = store(own);
             for (part, handle) in handles {
                 stored.extend(match handle {
                     Ok(handle) => handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
-                    // No thread is to be had.
+                    // The thread could not be started.
                     Err(_) => store(part),
                 });
             }
@@ -108,7 +108,7 @@ impl Tier {
         })
     }
 
-    /// The word that shows `data`, with a reference if it names a content.
+    /// The page word for `data`, with a reference if it names a content.
     pub(super) fn word_for(&self, data: &Page, effort: Effort) -> Result<(u64, Stored), NoSlot> {
         let halves_equal = |word: &u64| word >> 32 == word & 0xffff_ffff;
         if let Some(word) = codec::same_filled(data).filter(halves_equal) {
@@ -120,7 +120,7 @@ impl Tier {
             return Ok((Shown::Content(at as u64).word(), Stored::Shared));
         }
         let (at, codec, bytes) =
-            with_worker(|worker| self.new_content(fingerprint, data, effort, None, worker, Purse::Store))?;
+            with_worker(|worker| self.new_content(fingerprint, data, effort, None, worker, ReserveClass::Normal))?;
         self.contents.shard(fingerprint, self.arena.words()).insert(at);
         if effort == Effort::Dense {
             self.sample(data);
@@ -128,7 +128,7 @@ impl Tier {
         Ok((Shown::Content(at as u64).word(), Stored::New { codec, bytes }))
     }
 
-    /// A referenced content whose bytes are equal, proven.
+    /// Finds a content with equal bytes, which are compared, and takes a reference to it.
     pub(super) fn find_equal(&self, fingerprint: u64, data: &Page) -> Option<usize> {
         let shard = self.contents.shard(fingerprint, self.arena.words());
         let at = shard.find()?;
@@ -146,9 +146,9 @@ impl Tier {
         equal.then_some(at)
     }
 
-    /// Compresses `data` and writes it as a content with one reference; does not enter it into the index.
+    /// Compresses `data` and writes it as a content with one reference. Does not enter it into the index.
     ///
-    /// `predecessor` is the content that this one is to replace: it must not become its base.
+    /// `predecessor` is the content that this one replaces: it must not become its base.
     pub(crate) fn new_content(
         &self,
         fingerprint: u64,
@@ -156,14 +156,14 @@ impl Tier {
         effort: Effort,
         predecessor: Option<usize>,
         worker: &mut Worker,
-        purse: Purse,
+        reserve_class: ReserveClass,
     ) -> Result<(usize, Codec, usize), NoSlot> {
-        let mut kept = std::mem::take(&mut worker.kept);
-        kept.clear();
+        let mut encoded = std::mem::take(&mut worker.encoded);
+        encoded.clear();
         let mut dictionary = 0;
         let mut base = None;
         let codec = if let Some(word) = codec::same_filled(data) {
-            kept.extend_from_slice(&word.to_le_bytes());
+            encoded.extend_from_slice(&word.to_le_bytes());
             Codec::Fill
         } else {
             let own = match effort {
@@ -176,17 +176,17 @@ impl Tier {
             };
             let mut codec = match own {
                 Some((codec, bytes)) => {
-                    kept.extend_from_slice(bytes);
+                    encoded.extend_from_slice(bytes);
                     codec
                 }
                 None => {
                     dictionary = 0;
-                    kept.extend_from_slice(data);
+                    encoded.extend_from_slice(data);
                     Codec::Raw
                 }
             };
             if effort == Effort::Dense {
-                base = self.patch(data, predecessor, worker, &mut kept);
+                base = self.patch(data, predecessor, worker, &mut encoded);
                 if base.is_some() {
                     codec = Codec::Patch;
                     dictionary = 0;
@@ -194,13 +194,13 @@ impl Tier {
             }
             codec
         };
-        let meta = Meta { len: kept.len() as u16, codec: codec as u8, dictionary };
-        let written = self.write_content(fingerprint, meta, &kept, purse);
-        let bytes = kept.len();
-        worker.kept = kept;
+        let meta = Meta { len: encoded.len() as u16, codec: codec as u8, dictionary };
+        let written = self.write_content(fingerprint, meta, &encoded, reserve_class);
+        let bytes = encoded.len();
+        worker.encoded = encoded;
         match written {
             Ok(at) => {
-                // What patches may build on.
+                // Only these codecs may be the base of a patch.
                 if matches!(codec, Codec::Raw | Codec::Zstd) {
                     self.contents.remember(&self.hasher, data, at);
                 }
@@ -216,35 +216,37 @@ impl Tier {
         }
     }
 
-    /// Tries to express `data` as a patch that takes less than three quarters of `kept`.
+    /// Tries to express `data` as a patch that takes less than three quarters of `encoded`.
     ///
-    /// Replaces `kept` and returns the base, with a reference and counted as one, if that works.
+    /// If it can, replaces `encoded` and returns the base, with a reference and its patch count raised.
     pub(super) fn patch(
         &self,
         data: &Page,
         predecessor: Option<usize>,
         worker: &mut Worker,
-        kept: &mut Vec<u8>,
+        encoded: &mut Vec<u8>,
     ) -> Option<usize> {
-        let len_max = (kept.len() * 3 / 4).checked_sub(PATCH_HEAD + 16)?;
+        let len_max = (encoded.len() * 3 / 4).checked_sub(PATCH_HEAD + 16)?;
         let mut near = self.contents.near(&self.hasher, data).filter(|at| Some(*at) != predecessor).peekable();
         near.peek()?;
-        if !self.contents.worth.pays() {
+        if !self.contents.patch_benefit.is_worth_trying() {
             return None;
         }
         let at = near.find(|at| self.try_ref(*at))?;
         let count = self.arena.word(at + 2).load(Ordering::Relaxed) >> PATCHES_SHIFT;
-        // Not LZ4: a base stays as it is as long as patches build on it.
+        // Not LZ4: a base is not recompressed as long as patches use it.
         let fits = [Codec::Zstd as u8, Codec::Raw as u8].contains(&self.meta(at).codec);
         let usable = fits && count < 0xffff - 1024;
         let mut page = worker.take_page();
         let patched = usable && self.read_content(at, worker, &mut page).is_ok() && {
             let patch = worker.coder.patch(data, &page, len_max);
-            self.contents.worth.note(patch.map_or(0, |patch| kept.len().saturating_sub(patch.len() + PATCH_HEAD)));
+            self.contents
+                .patch_benefit
+                .note(patch.map_or(0, |patch| encoded.len().saturating_sub(patch.len() + PATCH_HEAD)));
             if let Some(patch) = patch {
-                kept.clear();
-                kept.extend_from_slice(&(at as u64).to_le_bytes());
-                kept.extend_from_slice(patch);
+                encoded.clear();
+                encoded.extend_from_slice(&(at as u64).to_le_bytes());
+                encoded.extend_from_slice(patch);
             }
             patch.is_some()
         };
@@ -258,29 +260,29 @@ impl Tier {
         }
     }
 
-    /// Makes `page` of `region` show `word`, whose reference goes to the page.
-    pub(crate) fn publish(&self, region: &Region, page: u64, word: u64) -> Result<(), NoSlot> {
+    /// Sets the page word of `page` of `client`. The reference of `word` passes to the page.
+    pub(crate) fn publish(&self, client: &ClientPages, page: u64, word: u64) -> Result<(), NoSlot> {
         let (cluster, index) = (page / LEAF_PAGES as u64, page as usize % LEAF_PAGES);
-        let shard = self.cluster_shard(region.id, cluster);
+        let shard = self.cluster_shard(client.id, cluster);
         let guard = lock(&shard.lock);
-        let old = match region.directory.get(cluster) {
+        let old = match client.directory.get(cluster) {
             Some(leaf) => {
                 let old = self.arena.leaf(leaf)[index].swap(word, Ordering::AcqRel);
                 if old != 0 {
                     shard.version.fetch_add(1, Ordering::Release);
                 }
                 if word == 0 {
-                    self.drop_leaf_if_empty(region, cluster, leaf, shard);
+                    self.drop_leaf_if_empty(client, cluster, leaf, shard);
                 }
                 old
             }
             None if word == 0 => 0,
             None => {
-                let leaf = self.arena.new_leaf(Purse::Reserve)?;
+                let leaf = self.arena.new_leaf(ReserveClass::Reserve)?;
                 self.arena.leaf(leaf)[index].store(word, Ordering::Release);
-                // Publishes the leaf to a successor, with its first word in it.
-                self.arena.leaf_key(leaf).store(leaf_key(region.id, cluster), Ordering::Release);
-                if !region.directory.set(cluster, leaf) {
+                // Publishes the leaf, with its first word, to a successor.
+                self.arena.leaf_key(leaf).store(leaf_key(client.id, cluster), Ordering::Release);
+                if !client.directory.set(cluster, leaf) {
                     self.arena.leaf_key(leaf).store(0, Ordering::Release);
                     self.arena.leaf(leaf)[index].store(0, Ordering::Release);
                     self.arena.free_leaf(leaf);
@@ -291,34 +293,34 @@ impl Tier {
         };
         drop(guard);
         let change = i64::from(word != 0) - i64::from(old != 0);
-        region.stored.fetch_add(change as u64, Ordering::Relaxed);
+        client.stored.fetch_add(change as u64, Ordering::Relaxed);
         self.counters.pages.fetch_add(change as u64, Ordering::Relaxed);
         self.release_word(old);
         Ok(())
     }
 
-    /// Gives an empty leaf back; the cluster's lock is held.
-    pub(super) fn drop_leaf_if_empty(&self, region: &Region, cluster: u64, leaf: u32, shard: &ClusterShard) {
+    /// Frees the leaf if it is empty; the cluster's lock is held.
+    pub(super) fn drop_leaf_if_empty(&self, client: &ClientPages, cluster: u64, leaf: u32, shard: &ClusterShard) {
         if self.arena.leaf(leaf).iter().all(|word| word.load(Ordering::Relaxed) == 0) {
-            region.directory.remove(cluster);
+            client.directory.remove(cluster);
             self.arena.leaf_key(leaf).store(0, Ordering::Release);
             shard.version.fetch_add(1, Ordering::Release);
             self.arena.free_leaf(leaf);
         }
     }
 
-    /// Whether `leaf` is the leaf of that cluster; the cluster's lock is held. Its slab may be another's since it was
-    /// found, with contents that look like a key and words: only the region itself knows.
+    /// Returns true if `leaf` is the leaf of that cluster; the cluster's lock is held. The leaf's slab may have been reused
+    /// since the leaf was found, for contents that look like a key and words. Only the client's directory decides.
     fn is_leaf_of(&self, leaf: u32, key: u64) -> bool {
-        let (region, cluster) = layout::split_key(key);
-        self.region(region).is_some_and(|region| region.directory.get(cluster) == Some(leaf))
+        let (client, cluster) = layout::split_key(key);
+        self.client(client).is_some_and(|client| client.directory.get(cluster) == Some(leaf))
     }
 
-    /// Exchanges the word of a page if it is still `old`; the reference of `new` goes to the page, that of `old` to
-    /// the caller.
+    /// Exchanges the word of a page if it is still `old`. The reference of `new` passes to the page, that of `old` to the
+    /// caller.
     pub(crate) fn exchange(&self, leaf: u32, index: usize, key: u64, old: u64, new: u64) -> bool {
-        let (region, cluster) = layout::split_key(key);
-        let shard = self.cluster_shard(region, cluster);
+        let (client, cluster) = layout::split_key(key);
+        let shard = self.cluster_shard(client, cluster);
         let _guard = lock(&shard.lock);
         let word = &self.arena.leaf(leaf)[index];
         if !self.is_leaf_of(leaf, key) || word.load(Ordering::Relaxed) != old {
@@ -331,8 +333,8 @@ impl Tier {
 
     /// The word of a page of leaf `leaf`, with a reference to its content.
     pub(crate) fn word_with_ref(&self, leaf: u32, index: usize, key: u64) -> Option<(u64, usize)> {
-        let (region, cluster) = layout::split_key(key);
-        let _guard = lock(&self.cluster_shard(region, cluster).lock);
+        let (client, cluster) = layout::split_key(key);
+        let _guard = lock(&self.cluster_shard(client, cluster).lock);
         if !self.is_leaf_of(leaf, key) {
             return None;
         }

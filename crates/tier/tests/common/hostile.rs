@@ -1,4 +1,4 @@
-//! An arena that somebody else wrote: shared by the property test and the fuzz target.
+//! An arena with hostile bytes: shared by the property test and the fuzz target.
 
 use pagefold_os::fd::Fd;
 use pagefold_tier::{Config, Effort, LoadError, Tier};
@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
 const WORDS_PER_SLAB: u64 = 32 * 1024;
-/// Regions that the arena begins with, and their pages.
+/// Clients that the arena begins with, and their pages.
 const PAGES: u64 = 96;
 
 /// A page of five kinds by turns; the number can be told from it.
@@ -48,10 +48,10 @@ fn config() -> Config {
 }
 
 /// Makes an arena, lets `input` write words into it (ten bytes each: kind, what to do, place or value), adopts it,
-/// and uses it. Panics if a page shows bytes that nobody stored.
+/// and uses it. Panics if a load returns bytes that were never stored.
 pub fn adopt_written_by(input: &[u8]) {
     let tier = Tier::create(config(), None).unwrap();
-    tier.add_region(1, PAGES).unwrap();
+    tier.add_client(1, PAGES).unwrap();
     for page in 0..PAGES {
         let effort = if page % 2 == 0 { Effort::Fast } else { Effort::Dense };
         tier.store(1 + (page % 3) as u32, page, &page_of(page), effort).unwrap();
@@ -88,10 +88,10 @@ pub fn adopt_written_by(input: &[u8]) {
     let known: std::collections::HashSet<[u8; 4096]> = (0..PAGES).map(page_of).collect();
     let mut data = [0; 4096];
     let mut seen = 0;
-    let ids = tier.region_ids();
-    for region in &ids {
-        for page in tier.neighbours(*region, 0, 100_000) {
-            match tier.load(*region, page, &mut data) {
+    let ids = tier.client_ids();
+    for client in &ids {
+        for page in tier.neighbours(*client, 0, 100_000) {
+            match tier.load(*client, page, &mut data) {
                 // A word may have been made to say "filled": that is a page like any other.
                 Ok(()) => {
                     assert!(known.contains(&data) || data.chunks(4).all(|part| part == &data[..4]), "page {page}")
@@ -112,8 +112,8 @@ pub fn adopt_written_by(input: &[u8]) {
     }
     tier.recompress_all();
     tier.compact_now();
-    for region in tier.region_ids() {
-        tier.remove_region(region);
+    for client in tier.client_ids() {
+        tier.remove_client(client);
     }
     assert_eq!(tier.stats().pages, 0);
 }

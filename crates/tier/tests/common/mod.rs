@@ -5,7 +5,7 @@
 use pagefold_os::fd::Fd;
 use std::collections::HashMap;
 
-/// The model: (region, page) to content number.
+/// The model: (client, page) to content number.
 pub type Pages = HashMap<(u32, u64), u16>;
 
 fn next(state: &mut u64) -> u64 {

@@ -198,7 +198,7 @@ mod tests {
         client.table.set_state(memory.addr(), EVICTED);
         let lose = |errno| {
             let source = io::Error::from_raw_os_error(errno);
-            let error = LoadError::ReadBack { region: client.region, page, source };
+            let error = LoadError::ReadBack { client: client.region, page, source };
             let waits = matches!(client.lose(&tier, memory.addr(), &error), Served::Again);
             (waits, tier.contains(client.region, page), client.counters.lost.load(Ordering::Relaxed))
         };
@@ -214,7 +214,7 @@ mod tests {
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), EVICTED);
-        let error = LoadError::NotStored { region: client.region, page: memory.addr() / PAGE };
+        let error = LoadError::NotStored { client: client.region, page: memory.addr() / PAGE };
         let lost = |result| {
             let waits = matches!(client.lost(&tier, memory.addr(), &error, result), Served::Again);
             (waits, client.table.state(memory.addr()), client.counters.lost.load(Ordering::Relaxed))

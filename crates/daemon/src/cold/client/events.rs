@@ -128,7 +128,7 @@ impl Client {
             }
         }
         // A table may claim far more than there is.
-        let mut most = (tier.region_pages(self.region) + LOST_MAX).saturating_sub(service.moving.len() as u64);
+        let mut most = (tier.client_pages(self.region) + LOST_MAX).saturating_sub(service.moving.len() as u64);
         self.table.for_each_run(from.start, from.end, EVICTED, |start, end| {
             for addr in (start..end).step_by(PAGE_SIZE).take(most as usize) {
                 most -= 1;

@@ -225,7 +225,7 @@ impl Client {
             family.give(was, is_here.then_some(&*page));
         };
         // A table may claim far more than there is.
-        let mut most = tier.region_pages(self.region) + LOST_MAX;
+        let mut most = tier.client_pages(self.region) + LOST_MAX;
         self.table.for_each_run(0, u64::MAX >> 1, EVICTED, |start, end| {
             let end = end.min(start + most * PAGE);
             most -= (end - start) / PAGE;

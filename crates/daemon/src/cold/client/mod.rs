@@ -249,7 +249,7 @@ impl Client {
 
     /// How many of its pages are out: no more than the tier has of it, whatever the client wrote into its table.
     pub(crate) fn pages_out(&self, tier: &Tier) -> u64 {
-        self.table.head().evicted.load(Ordering::Relaxed).min(tier.region_pages(self.region))
+        self.table.head().evicted.load(Ordering::Relaxed).min(tier.client_pages(self.region))
     }
 
     /// It was parked and not unparked since, by this daemon or one before it.

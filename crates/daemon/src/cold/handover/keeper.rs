@@ -114,7 +114,7 @@ impl Group {
 
 /// Leaves with the service manager too what the keeper has; without one nothing is lost but that.
 fn leave(name: &str, fds: &[i32]) {
-    if let Err(error) = fd_store::leave(name, fds) {
+    if let Err(error) = fd_store::store(name, fds) {
         eprintln!("pagefold: the service manager does not take {name}: {error}");
     }
 }

@@ -1,13 +1,13 @@
-//! The file behind the tier: cold contents written in large batches.
+//! The backing file: cold contents, written in large batches.
 //!
-//! The file has no name, so nothing is left behind when the last holder of
-//! its descriptor dies; the keeper holds one. It is written and read with
-//! O_DIRECT where the file system can, so that the page cache does not hold
-//! what we just drove out. Space is given in segments of 1 MiB, written whole
-//! and given back whole, when nothing in them is wanted any more.
+//! The file has no name, so the kernel frees it when the last process with its
+//! descriptor ends; the keeper holds one. It is written and read with O_DIRECT
+//! if the file system supports it, so that evicted data does not fill the page
+//! cache. Space is allocated in segments of 1 MiB. A segment is written whole,
+//! and freed when it holds no live payload.
 //!
-//! A payload that comes back is proven by the content's fingerprint like any
-//! other, so the file needs no checksum of its own.
+//! A payload read from the file is verified by its content's fingerprint like
+//! any other, so the file needs no checksum.
 
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -19,17 +19,17 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes written at once.
+/// Bytes of a segment.
 pub const SEGMENT_BYTES: usize = 1 << 20;
 /// Unit of offset, length and address in direct I/O.
 pub const BLOCK_BYTES: usize = 4096;
 
-/// What the tier needs of its file; tests put failures in between.
+/// The tier's file operations; tests implement it with failures.
 pub trait Backing: Send + Sync + std::fmt::Debug {
     /// Writes whole blocks at a block's offset.
     ///
     /// # Errors
-    /// As pwrite(2); nothing written is then referred to.
+    /// As pwrite(2). The tier does not refer to the range then.
     fn write(&self, offset: u64, blocks: &[u8]) -> io::Result<()>;
 
     /// Reads whole blocks from a block's offset.
@@ -38,18 +38,18 @@ pub trait Backing: Send + Sync + std::fmt::Debug {
     /// As pread(2), and `UnexpectedEof`.
     fn read(&self, offset: u64, blocks: &mut [u8]) -> io::Result<()>;
 
-    /// Gives a range back to the file system; may do nothing.
+    /// Frees a range in the file system; may do nothing.
     fn discard(&self, offset: u64, len: u64);
 
-    /// Bytes that may be used of the file.
+    /// Most bytes of the file that may be used.
     fn bytes_max(&self) -> u64;
 
-    /// Bytes that the file reaches to: a predecessor may have been allowed more than we are.
+    /// Length of the file. A predecessor's limit may have been larger than `bytes_max`.
     fn bytes(&self) -> u64 {
         self.bytes_max()
     }
 
-    /// Descriptor for a successor, if there is one.
+    /// The descriptor for a successor, if there is one.
     fn fd(&self) -> Option<RawFd>;
 }
 
@@ -62,7 +62,7 @@ pub struct BackingFile {
 }
 
 impl BackingFile {
-    /// Makes a file in `directory` of which at most `bytes_max` bytes are used.
+    /// Creates a file in `directory`, of which at most `bytes_max` bytes are used.
     ///
     /// # Errors
     /// As open(2) with `O_TMPFILE`.
@@ -82,18 +82,18 @@ impl BackingFile {
         }
     }
 
-    /// Takes over the file of a predecessor, as it came from the keeper.
+    /// Adopts the file of a predecessor, by the descriptor that the keeper held.
     pub fn from_fd(fd: Fd, bytes_max: u64) -> BackingFile {
         let raw = fd.raw();
         std::mem::forget(fd);
-        // SAFETY: the descriptor was owned by `fd`, which is forgotten: there is one owner.
+        // SAFETY: `fd` owned the descriptor and was forgotten, so `file` is the only owner.
         let file = unsafe { File::from_raw_fd(raw) };
-        // SAFETY: numbers only.
+        // SAFETY: F_GETFL takes no pointer; the descriptor is `file`'s.
         let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
         BackingFile { file, bytes_max, direct: flags & libc::O_DIRECT != 0 }
     }
 
-    /// True if the page cache is passed by.
+    /// Returns true if I/O bypasses the page cache.
     pub fn is_direct(&self) -> bool {
         self.direct
     }
@@ -110,7 +110,7 @@ impl Backing for BackingFile {
 
     fn discard(&self, offset: u64, len: u64) {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: numbers only; nobody refers to the range.
+        // SAFETY: the call takes numbers only; no live payload lies in the range.
         unsafe { libc::fallocate64(self.file.as_raw_fd(), mode, offset as i64, len as i64) };
     }
 
@@ -127,7 +127,7 @@ impl Backing for BackingFile {
     }
 }
 
-/// Bytes on a block's address, for direct I/O.
+/// A buffer aligned to blocks, for direct I/O.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     bytes: Vec<u8>,
@@ -153,16 +153,16 @@ impl Blocks {
 
 #[derive(Debug, Default)]
 struct Segments {
-    /// Bytes wanted in each segment.
+    /// Live payload bytes of each segment.
     live: Vec<u64>,
     free: Vec<u32>,
 }
 
-/// The file and who uses what of it.
+/// The file and the use of its segments.
 #[derive(Debug)]
 pub(crate) struct Disk {
     file: Box<dyn Backing>,
-    /// Where the file ended when we got it, or may end.
+    /// The file's length at adoption, or its limit if that is larger.
     end: u64,
     segments: Mutex<Segments>,
     live: AtomicU64,
@@ -178,12 +178,12 @@ impl Disk {
         self.file.fd()
     }
 
-    /// No payload lies behind this.
+    /// All payloads lie below this offset.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
 
-    /// Bytes of payloads in the file.
+    /// Live payload bytes.
     pub(crate) fn live(&self) -> u64 {
         self.live.load(Ordering::Relaxed)
     }
@@ -194,14 +194,14 @@ impl Disk {
         ((segments.live.len() - segments.free.len()) * SEGMENT_BYTES) as u64
     }
 
-    /// Writes one batch: payloads packed in `batch`, the last block filled up. Returns its offset in the file.
+    /// Writes one batch of packed payloads, padded to whole blocks. Returns its offset in the file.
     ///
-    /// One byte of it counts as wanted until the caller, who adds what it wants with [`Disk::keep`], takes that byte
-    /// back with [`Disk::forget`].
+    /// One byte of it counts as live, so that the segment is not freed before the caller has added its payloads with
+    /// [`Disk::add_live`]. Then the caller removes that byte with [`Disk::remove_live`].
     pub(crate) fn write(&self, batch: &[u8]) -> io::Result<u64> {
         let segment = {
             let mut segments = lock(&self.segments);
-            // What is in use counts, not where it lies: a predecessor with a larger limit left holes all over the file.
+            // The number of used segments counts, not their offsets: a predecessor with a larger limit may have left holes.
             let used = segments.live.len() - segments.free.len();
             if (used as u64 + 1) * SEGMENT_BYTES as u64 > self.file.bytes_max() {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
@@ -214,7 +214,7 @@ impl Disk {
         let offset = u64::from(segment) * SEGMENT_BYTES as u64;
         match self.file.write(offset, batch) {
             Ok(()) => {
-                self.keep(offset, 1);
+                self.add_live(offset, 1);
                 Ok(offset)
             }
             Err(error) => {
@@ -224,8 +224,8 @@ impl Disk {
         }
     }
 
-    /// Counts a payload as wanted.
-    pub(crate) fn keep(&self, offset: u64, len: usize) {
+    /// Counts a payload as live.
+    pub(crate) fn add_live(&self, offset: u64, len: usize) {
         let segment = (offset / SEGMENT_BYTES as u64) as usize;
         let mut segments = lock(&self.segments);
         if segments.live.len() <= segment {
@@ -235,35 +235,35 @@ impl Disk {
         self.live.fetch_add(len as u64, Ordering::Relaxed);
     }
 
-    /// Counts a payload as no longer wanted; the last of a segment frees it.
-    pub(crate) fn forget(&self, offset: u64, len: usize) {
+    /// Counts a payload as no longer live; the last one of a segment frees the segment.
+    pub(crate) fn remove_live(&self, offset: u64, len: usize) {
         let segment = (offset / SEGMENT_BYTES as u64) as usize;
         let mut segments = lock(&self.segments);
         let Some(live) = segments.live.get_mut(segment) else { return };
         *live = live.saturating_sub(len as u64);
         self.live.fetch_sub(len as u64, Ordering::Relaxed);
         if *live == 0 {
-            // Before anybody can be given the segment again.
+            // Before the segment can be allocated again.
             self.file.discard(segment as u64 * SEGMENT_BYTES as u64, SEGMENT_BYTES as u64);
             segments.free.push(segment as u32);
         }
     }
 
-    /// Adoption: the segments that nothing refers to are free.
+    /// Adoption: frees the segments without a live payload.
     pub(crate) fn finish_adoption(&self) {
         let mut segments = lock(&self.segments);
         segments.free =
             (0..segments.live.len() as u32).filter(|segment| segments.live[*segment as usize] == 0).collect();
     }
 
-    /// Reads the bytes at `offset` into `payload`, through `blocks`, which hold whatever a payload may touch.
+    /// Reads the bytes at `offset` into `payload`, through `blocks`, which must hold all blocks that the payload lies in.
     pub(crate) fn read(&self, offset: u64, payload: &mut [u8], blocks: &mut Blocks) -> io::Result<()> {
         let block = BLOCK_BYTES as u64;
         let first = offset / block * block;
         let last = offset.checked_add(payload.len() as u64).and_then(|end| end.checked_next_multiple_of(block));
         let blocks = last.and_then(|last| blocks.get_mut().get_mut(..(last - first) as usize));
         let Some(blocks) = blocks else { return Err(io::Error::from_raw_os_error(libc::EINVAL)) };
-        // A device may fail once: a path that goes over to another, a sector that is read at the second try.
+        // A device may fail once, for example during a path failover or for a weak sector: one retry.
         if let Err(error) = self.file.read(first, blocks) {
             match error.raw_os_error() {
                 Some(libc::EIO) => self.file.read(first, blocks)?,
@@ -280,7 +280,7 @@ impl Disk {
 mod tests {
     use super::*;
 
-    /// A file of which so many reads fail.
+    /// A file that fails its first reads.
     #[derive(Debug)]
     struct Failing(AtomicU64, i32);
 
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_that_fails_is_tried_once_more() {
+    fn a_failed_read_is_retried_once() {
         let read = |times, errno| {
             let disk = Disk::new(Box::new(Failing(AtomicU64::new(times), errno)));
             let mut payload = [0; 3];
@@ -319,26 +319,26 @@ mod tests {
         };
         assert_eq!(read(1, libc::EIO), Ok([7; 3]));
         assert_eq!(read(2, libc::EIO), Err(Some(libc::EIO)));
-        // Who has to wait for memory asks again itself.
+        // Only EIO is retried.
         assert_eq!(read(1, libc::ENOMEM), Err(Some(libc::ENOMEM)));
     }
 
     #[test]
-    fn segments_are_given_back_when_nothing_in_them_is_wanted() {
+    fn a_segment_is_freed_with_its_last_live_payload() {
         let disk = Disk::new(Box::new(BackingFile::create(&std::env::temp_dir(), 2 << 20).unwrap()));
         let mut batch = Blocks::new(SEGMENT_BYTES);
         batch.get_mut()[5000..5003].copy_from_slice(b"abc");
         let one = disk.write(batch.get()).unwrap();
-        disk.keep(one + 5000, 3);
-        disk.forget(one, 1);
+        disk.add_live(one + 5000, 3);
+        disk.remove_live(one, 1);
         let two = disk.write(&batch.get()[..8192]).unwrap();
-        disk.keep(two + 5000, 3);
-        disk.forget(two, 1);
+        disk.add_live(two + 5000, 3);
+        disk.remove_live(two, 1);
         assert_eq!(disk.write(batch.get()).unwrap_err().raw_os_error(), Some(libc::ENOSPC));
         let mut payload = [0; 3];
         disk.read(two + 5000, &mut payload, &mut batch).unwrap();
         assert_eq!(&payload, b"abc");
-        disk.forget(one + 5000, 3);
+        disk.remove_live(one + 5000, 3);
         assert_eq!(disk.held(), SEGMENT_BYTES as u64);
         assert_eq!(disk.write(batch.get()).unwrap(), one);
     }

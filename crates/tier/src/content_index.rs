@@ -1,13 +1,13 @@
-//! Content lookup: which content of the arena has this fingerprint, and which is near to it.
+//! Content lookup: which content of the arena has a given fingerprint, and which contents are near to a page.
 //!
 //! The exact index is a hash set of content offsets, five bytes and a control
 //! byte each; the fingerprint itself stands in the content's header. A
-//! fingerprint only finds: equality is proven on the bytes by the caller.
+//! fingerprint only finds a candidate: the caller compares the bytes.
 //!
 //! The index of near pages is a table without chains: each page is entered
-//! under the hashes of four of its 64-byte blocks, at places that the domain's
-//! key chooses, and newer pages push older ones out. Losing an entry loses a
-//! chance to save, nothing else. The table grows with the pages entered.
+//! under the hashes of four of its 64-byte blocks, at offsets that the domain's
+//! key chooses, and newer pages replace older ones. A lost entry only loses a
+//! chance to save memory. The table grows with the pages entered.
 
 use hashbrown::HashTable;
 use pagefold_os::sync::lock;
@@ -55,7 +55,7 @@ impl Hasher {
         XxHash3_64::oneshot_with_secret(&self.secret, page).expect("192 bytes are a secret")
     }
 
-    /// Hashes of the sampled blocks that are not all one byte.
+    /// Hashes of the sampled blocks, without blocks of one repeated byte.
     fn samples(&self, page: &Page) -> impl Iterator<Item = u64> {
         let blocks = self.samples.map(|at| &page[at..at + BLOCK]);
         let seed = self.seed;
@@ -97,12 +97,12 @@ impl Shard<'_> {
         found.map(|at| at.get())
     }
 
-    /// True if the content at `at` is the one in the index.
+    /// Returns true if the content at `at` is the one in the index.
     pub(crate) fn holds(&self, at: usize) -> bool {
         self.table.find(spread(self.fingerprint), |other| *other == At::new(at)).is_some()
     }
 
-    /// Enters a content whose header is written, unless its fingerprint is there.
+    /// Enters a content with a written header, unless its fingerprint is there.
     pub(crate) fn insert(&mut self, at: usize) -> bool {
         if self.find().is_some() {
             return false;
@@ -113,7 +113,7 @@ impl Shard<'_> {
         true
     }
 
-    /// Takes the content at `at` out, if it is in.
+    /// Removes the content at `at`, if it is in the index.
     pub(crate) fn remove(&mut self, at: usize) {
         if let Ok(entry) = self.table.find_entry(spread(self.fingerprint), |other| *other == At::new(at)) {
             entry.remove();
@@ -121,17 +121,17 @@ impl Shard<'_> {
     }
 }
 
-/// The low bits choose the shard; the table wants its bits from elsewhere.
+/// The low bits choose the shard, so the table uses other ones.
 fn spread(fingerprint: u64) -> u64 {
     fingerprint.rotate_left(24)
 }
 
 /// Entries of the smallest table of near pages.
 const NEAR_MIN: usize = 1 << 10;
-/// Doublings of it at most: 2^30 entries.
+/// Most doublings of it: 2^30 entries.
 const NEAR_DOUBLINGS: usize = 20;
 
-/// Which contents have this block: 8 bytes per entry, [`AT_BITS`] of them the content, the others of the block's hash.
+/// Which content has a block: 8 bytes per entry, [`AT_BITS`] bits for the content, the others for the block's hash.
 ///
 /// Part `k` holds as many entries as all parts before it, so the table doubles without moving.
 #[derive(Debug, Default)]
@@ -157,48 +157,48 @@ impl Near {
         self.len_max == 0
     }
 
-    /// Doubles the table from `len` entries; who comes second does nothing.
+    /// Doubles the table from `len` entries. Of several threads the first does it.
     fn grow(&self, len: usize) {
         let (part, _) = Near::part_of(len);
         let fresh = || -> Box<[AtomicU64]> {
-            // What was found under a shorter hash is found under the longer one, in one half or the other.
+            // An entry found under the shorter hash is copied, so that it is found under the longer one in either half.
             (0..len.max(NEAR_MIN)).map(|at| AtomicU64::new(if len == 0 { 0 } else { self.load(at) })).collect()
         };
         self.parts[part].get_or_init(fresh);
         let _ = self.len.compare_exchange(len, (len * 2).max(NEAR_MIN), Ordering::Release, Ordering::Relaxed);
     }
 
-    /// The part that has entry `at`, and its place there.
+    /// The part that has entry `at`, and the entry's index there.
     fn part_of(at: usize) -> (usize, usize) {
         (at / NEAR_MIN).checked_ilog2().map_or((0, at), |log| (log as usize + 1, at - (NEAR_MIN << log)))
     }
 
     fn entry(&self, at: usize) -> Option<&AtomicU64> {
-        let (part, place) = Near::part_of(at);
-        self.parts[part].get()?.get(place)
+        let (part, index) = Near::part_of(at);
+        self.parts[part].get()?.get(index)
     }
 
     fn load(&self, at: usize) -> u64 {
         self.entry(at).map_or(0, |entry| entry.load(Ordering::Relaxed))
     }
 
-    fn place(&self, hash: u64) -> usize {
+    fn slot(&self, hash: u64) -> usize {
         hash as usize & (self.len.load(Ordering::Acquire) - 1)
     }
 
     /// The content that was last entered under `hash`.
     fn find(&self, hash: u64) -> Option<usize> {
-        let entry = self.load(self.place(hash));
+        let entry = self.load(self.slot(hash));
         (entry != 0 && entry >> AT_BITS == hash >> AT_BITS).then_some((entry & ((1 << AT_BITS) - 1)) as usize)
     }
 
     fn enter(&self, hash: u64, at: usize) {
-        if let Some(entry) = self.entry(self.place(hash)) {
+        if let Some(entry) = self.entry(self.slot(hash)) {
             entry.store(hash >> AT_BITS << AT_BITS | at as u64, Ordering::Relaxed);
         }
     }
 
-    /// Counts a page that was entered, and makes room for as many entries as there are pages.
+    /// Counts a page that was entered, and grows the table to as many entries as there are pages.
     fn count_page(&self) {
         let pages = self.remembered.fetch_add(1, Ordering::Relaxed);
         let len = self.len.load(Ordering::Relaxed);
@@ -212,35 +212,35 @@ impl Near {
     }
 }
 
-/// Whether patches have paid lately: on unrelated pages they cost time and save nothing.
+/// How much patches have saved lately. On unrelated pages they cost time and save nothing.
 #[derive(Debug, Default)]
-pub(crate) struct Worth {
-    asked: AtomicU32,
+pub(crate) struct PatchBenefit {
+    skipped: AtomicU32,
     tries: AtomicU32,
     saved_bytes: AtomicU32,
 }
 
-impl Worth {
-    /// Tries after which an opinion is formed, and after which half of what was seen is forgotten.
-    const SEEN: (u32, u32) = (256, 4096);
+impl PatchBenefit {
+    /// Tries after which the average counts, and after which it is halved.
+    const TRIES: (u32, u32) = (256, 4096);
     /// Bytes that a try must save on average.
     const SAVED_MIN: u32 = 48;
-    /// Where it does not pay, one of this many pages is tried.
+    /// If patches do not pay, one of this many pages is tried.
     const ONE_IN: u32 = 16;
 
-    /// Whether to try the next page.
-    pub(crate) fn pays(&self) -> bool {
+    /// Returns true if a patch for the next page is worth a try.
+    pub(crate) fn is_worth_trying(&self) -> bool {
         let tries = self.tries.load(Ordering::Relaxed);
-        let pays = tries < Self::SEEN.0 || self.saved_bytes.load(Ordering::Relaxed) / tries >= Self::SAVED_MIN;
-        pays || self.asked.fetch_add(1, Ordering::Relaxed).is_multiple_of(Self::ONE_IN)
+        let pays = tries < Self::TRIES.0 || self.saved_bytes.load(Ordering::Relaxed) / tries >= Self::SAVED_MIN;
+        pays || self.skipped.fetch_add(1, Ordering::Relaxed).is_multiple_of(Self::ONE_IN)
     }
 
     /// Notes a try that saved so much.
     pub(crate) fn note(&self, saved_bytes: usize) {
         self.saved_bytes.fetch_add(saved_bytes as u32, Ordering::Relaxed);
-        if self.tries.fetch_add(1, Ordering::Relaxed) + 1 >= Self::SEEN.1 {
-            // Who races loses a few tries, no more.
-            self.tries.store(Self::SEEN.1 / 2, Ordering::Relaxed);
+        if self.tries.fetch_add(1, Ordering::Relaxed) + 1 >= Self::TRIES.1 {
+            // Concurrent calls may lose a few tries, which does not matter.
+            self.tries.store(Self::TRIES.1 / 2, Ordering::Relaxed);
             self.saved_bytes.store(self.saved_bytes.load(Ordering::Relaxed) / 2, Ordering::Relaxed);
         }
     }
@@ -251,8 +251,7 @@ impl Worth {
 pub(crate) struct Contents {
     shards: Vec<Mutex<HashTable<At>>>,
     near: Near,
-    /// Of looking for near pages.
-    pub(crate) worth: Worth,
+    pub(crate) patch_benefit: PatchBenefit,
 }
 
 impl std::fmt::Debug for At {
@@ -265,7 +264,7 @@ impl Contents {
     /// Makes empty indexes, with at most about `near_entries` for near pages; 0 finds none.
     pub(crate) fn new(near_entries: usize) -> Contents {
         let shards = (0..SHARDS).map(|_| Mutex::new(HashTable::new())).collect();
-        Contents { shards, near: Near::new(near_entries), worth: Worth::default() }
+        Contents { shards, near: Near::new(near_entries), patch_benefit: PatchBenefit::default() }
     }
 
     /// Locks the part that a fingerprint belongs to.
@@ -273,7 +272,7 @@ impl Contents {
         Shard { table: lock(&self.shards[fingerprint as usize % SHARDS]), fingerprint, words }
     }
 
-    /// Contents that share sampled blocks with the page, those that share most first.
+    /// Contents that share sampled blocks with the page, those with the most shared blocks first.
     pub(crate) fn near(&self, hasher: &Hasher, page: &Page) -> impl Iterator<Item = usize> + use<> {
         let mut found = [(0_usize, 0_usize); SAMPLES];
         let mut count = 0;
@@ -292,7 +291,7 @@ impl Contents {
         found.into_iter().take(count).map(|(at, _)| at)
     }
 
-    /// Lets later pages find this one as a base.
+    /// Enters a page, so that later pages find it as a base.
     pub(crate) fn remember(&self, hasher: &Hasher, page: &Page, at: usize) {
         if !self.near.is_empty() {
             hasher.samples(page).for_each(|hash| self.near.enter(hash, at));
@@ -335,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn the_near_table_grows_with_its_pages_and_forgets_little() {
+    fn the_near_table_grows_with_its_pages_and_loses_few() {
         let near = Near::new(1 << 14);
         assert_eq!(near.bytes(), NEAR_MIN * 8);
         let hash = |page: u64| XxHash3_64::oneshot_with_seed(9, &page.to_le_bytes());
@@ -346,16 +345,18 @@ mod tests {
         }
         assert_eq!(near.bytes(), 8192 * 8);
         let kept = (0..pages).filter(|page| near.find(hash(*page)) == Some(*page as usize + 1)).count();
-        // Of 5000 in 8192 places a quarter is pushed out by chance, of the first, in smaller tables, more.
+        // Of 5000 pages in 8192 entries a quarter is replaced by chance, and more of the first ones, in smaller tables.
         assert!(kept > 2500, "{kept} of {pages}");
         (0..1 << 16).for_each(|_| near.count_page());
         assert_eq!(near.bytes(), (1 << 14) * 8);
     }
 
     #[test]
-    fn patches_that_do_not_pay_are_tried_seldom_and_come_back() {
-        let worth = Worth::default();
-        let tried = |saved: usize, pages: usize| (0..pages).filter(|_| worth.pays()).map(|_| worth.note(saved)).count();
+    fn patches_that_do_not_pay_are_tried_seldom_until_they_pay_again() {
+        let benefit = PatchBenefit::default();
+        let tried = |saved: usize, pages: usize| {
+            (0..pages).filter(|_| benefit.is_worth_trying()).map(|_| benefit.note(saved)).count()
+        };
         assert_eq!(tried(400, 10_000), 10_000);
         assert!(tried(0, 100_000) < 20_000);
         assert!(tried(0, 16_000) <= 1_000);

@@ -1,4 +1,4 @@
-//! Whole ranges and regions: discard, remove, fork.
+//! Ranges of pages and whole clients: discard, remove, fork.
 
 use super::Tier;
 use crate::error::StoreError;
@@ -8,16 +8,16 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl Tier {
-    /// Forgets the pages of a range; returns how many there were.
-    pub fn discard(&self, region: u32, pages: Range<u64>) -> u64 {
-        let Some(found) = self.region(region) else { return 0 };
+    /// Discards the pages of a range; returns how many there were.
+    pub fn discard(&self, client: u32, pages: Range<u64>) -> u64 {
+        let Some(found) = self.client(client) else { return 0 };
         let leaf_pages = LEAF_PAGES as u64;
         let mut discarded = 0;
         for (at, leaf) in found.directory.range(pages.start / leaf_pages, pages.end.div_ceil(leaf_pages)) {
             let mut old = [0; LEAF_PAGES];
-            let shard = self.cluster_shard(region, at);
+            let shard = self.cluster_shard(client, at);
             let guard = lock(&shard.lock);
-            // The leaf may have gone since it was found.
+            // The leaf may have been freed since it was found.
             if found.directory.get(at) == Some(leaf) {
                 for (index, word) in self.arena.leaf(leaf).iter().enumerate() {
                     if pages.contains(&(at * leaf_pages + index as u64)) {
@@ -39,13 +39,13 @@ impl Tier {
         discarded
     }
 
-    /// Forgets a region and its pages; returns how many pages there were.
+    /// Removes a client and its pages; returns how many pages there were.
     ///
-    /// The caller sees to it that nobody stores into the region meanwhile.
-    pub fn remove_region(&self, region: u32) -> u64 {
-        let discarded = self.discard(region, 0..PAGES_MAX);
-        let removed = write(&self.regions).remove(&region);
-        if let Some(leaf) = removed.and_then(|region| region.record.get().copied()) {
+    /// The caller must not store pages of the client meanwhile.
+    pub fn remove_client(&self, client: u32) -> u64 {
+        let discarded = self.discard(client, 0..PAGES_MAX);
+        let removed = write(&self.clients).remove(&client);
+        if let Some(leaf) = removed.and_then(|client| client.record.get().copied()) {
             self.arena.leaf_key(leaf).store(0, Ordering::Release);
             self.arena.leaf(leaf)[0].store(0, Ordering::Release);
             self.arena.free_leaf(leaf);
@@ -53,18 +53,18 @@ impl Tier {
         discarded
     }
 
-    /// Lets region `to` show what `from` shows: the child of a fork. Nothing is copied but page words.
+    /// Gives client `to` the pages of client `from`, as for the child of a fork. Copies page words only.
     ///
     /// Returns the pages of `to`.
     ///
     /// # Errors
     /// As [`Tier::store`]; `to` is then empty.
-    pub fn fork_region(&self, from: u32, to: u32) -> Result<u64, StoreError> {
-        let Some(parent) = self.region(from) else { return Ok(0) };
+    pub fn fork_client(&self, from: u32, to: u32) -> Result<u64, StoreError> {
+        let Some(parent) = self.client(from) else { return Ok(0) };
         if let Some(pages) = parent.pages {
-            self.add_region(to, pages)?;
+            self.add_client(to, pages)?;
         }
-        let child = self.region_or_new(to, 0, None)?;
+        let child = self.client_or_new(to, 0, None)?;
         let leaf_pages = LEAF_PAGES as u64;
         let mut copied = 0;
         for (at, leaf) in parent.directory.range(0, u64::MAX) {
@@ -81,7 +81,7 @@ impl Tier {
             for (index, word) in words.iter().enumerate().filter(|(_, word)| **word != 0) {
                 if let Err(error) = self.publish(&child, at * leaf_pages + index as u64, *word) {
                     words[index..].iter().for_each(|word| self.release_word(*word));
-                    self.remove_region(to);
+                    self.remove_client(to);
                     return Err(self.refuse(error));
                 }
                 copied += 1;
@@ -90,16 +90,16 @@ impl Tier {
         Ok(copied)
     }
 
-    /// Has page `to` of a region show what page `from` shows, instead of what it did; nothing is copied but the page word, and a
-    /// successor finds `to` as it was or as it is. False if `from` is not here; then nothing is done.
+    /// Gives page `to` of a client the content of page `from`. Copies the page word only; a successor finds the old word or
+    /// the new one. Returns false, and does nothing, if the tier does not hold `from`.
     ///
     /// # Errors
     /// As [`Tier::store`].
-    pub fn copy_page(&self, region: u32, from: u64, to: u64) -> Result<bool, StoreError> {
-        let Some(found) = self.region(region) else { return Ok(false) };
+    pub fn copy_page(&self, client: u32, from: u64, to: u64) -> Result<bool, StoreError> {
+        let Some(found) = self.client(client) else { return Ok(false) };
         let (cluster, index) = (from / LEAF_PAGES as u64, from as usize % LEAF_PAGES);
         let word = {
-            let _guard = lock(&self.cluster_shard(region, cluster).lock);
+            let _guard = lock(&self.cluster_shard(client, cluster).lock);
             let leaf = found.directory.get(cluster);
             let word = leaf.map_or(0, |leaf| self.arena.leaf(leaf)[index].load(Ordering::Acquire));
             self.share_word(word);
@@ -108,27 +108,27 @@ impl Tier {
         if word == 0 {
             return Ok(false);
         }
-        self.show(region, to, word).map(|()| true)
+        self.show(client, to, word).map(|()| true)
     }
 
-    /// Says of a page that it was here and cannot be had: loads of it are errors.
+    /// Marks a page as lost: loads of it fail.
     ///
     /// # Errors
     /// As [`Tier::store`].
-    pub fn lose_page(&self, region: u32, page: u64) -> Result<(), StoreError> {
-        self.show(region, page, Shown::Lost.word())
+    pub fn lose_page(&self, client: u32, page: u64) -> Result<(), StoreError> {
+        self.show(client, page, Shown::Lost.word())
     }
 
-    /// Publishes a word of ours.
-    fn show(&self, region: u32, page: u64, word: u64) -> Result<(), StoreError> {
+    /// Publishes a word; the caller's reference passes to the page.
+    fn show(&self, client: u32, page: u64, word: u64) -> Result<(), StoreError> {
         let shown = self
-            .region_or_new(region, page, None)
-            .and_then(|region| self.publish(&region, page, word).map_err(|error| self.refuse(error)));
+            .client_or_new(client, page, None)
+            .and_then(|client| self.publish(&client, page, word).map_err(|error| self.refuse(error)));
         shown.inspect_err(|_| self.release_word(word))
     }
 
-    /// Pages of a region that were brought back since the last call, in order: what to prefetch on unpark.
-    pub fn take_touched(&self, region: u32) -> Vec<u64> {
-        self.region(region).map(|region| region.take_touched()).unwrap_or_default()
+    /// The pages of a client that were loaded since the last call, in order: those to prefetch on unpark.
+    pub fn take_touched(&self, client: u32) -> Vec<u64> {
+        self.client(client).map(|client| client.take_touched()).unwrap_or_default()
     }
 }

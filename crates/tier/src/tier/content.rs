@@ -1,7 +1,7 @@
-//! Contents: their references, and their bytes.
+//! The contents: their references and their bytes.
 
 use super::{Tier, Unreadable, Worker};
-use crate::arena::{NoSlot, Purse};
+use crate::arena::{NoSlot, ReserveClass};
 use crate::codec::{Codec, Coder, Dictionary, PATCH_HEAD};
 use crate::layout::{HEADER_WORDS, Meta, PATCHES_SHIFT, REFS_MASK, Shown, TICK_SHIFT};
 use crate::stats::count;
@@ -16,11 +16,11 @@ impl Tier {
         fingerprint: u64,
         meta: Meta,
         payload: &[u8],
-        purse: Purse,
+        reserve_class: ReserveClass,
     ) -> Result<usize, NoSlot> {
-        let at = self.arena.new_content(payload.len(), purse)?;
-        // Pairs with the fence in `attempt`: a reader that sees any of the words below sees the raised version of
-        // whatever the slot held before.
+        let at = self.arena.new_content(payload.len(), reserve_class)?;
+        // Pairs with the fence in `attempt`: a reader that sees any of the words below also sees the raised version of
+        // the page that had the slot's earlier content.
         fence(Ordering::Release);
         let words = &self.arena.words()[at..at + HEADER_WORDS + payload.len().div_ceil(8)];
         words[0].store(fingerprint, Ordering::Relaxed);
@@ -56,17 +56,17 @@ impl Tier {
         Meta::from_word(self.arena.word(at + 1).load(Ordering::Relaxed))
     }
 
-    /// First word of the payload: base of a patch, offset of a content in the file.
+    /// First word of the payload: the base of a patch, or the offset in the file of a written-back content.
     pub(crate) fn payload_word(&self, at: usize) -> u64 {
         self.arena.word(at + HEADER_WORDS).load(Ordering::Relaxed)
     }
 
-    /// Adds a reference for somebody who holds one.
+    /// Adds a reference; the caller holds one.
     pub(crate) fn add_ref(&self, at: usize) {
         self.arena.word(at + 2).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Takes a reference to a content that may be gone.
+    /// Takes a reference to a content that may have been freed; false if it has.
     pub(super) fn try_ref(&self, at: usize) -> bool {
         if !self.arena.is_slot(at as u64, 0) {
             return false;
@@ -80,7 +80,7 @@ impl Tier {
         alive
     }
 
-    /// Gives a reference back; the last one frees the content.
+    /// Drops a reference; the last one frees the content.
     pub(crate) fn release(&self, at: usize) {
         let mut at = at;
         loop {
@@ -94,7 +94,7 @@ impl Tier {
             let meta = self.meta(at);
             let base = (meta.codec == Codec::Patch as u8).then(|| self.payload_word(at) as usize);
             if let Some(disk) = self.disk.as_ref().filter(|_| meta.is_on_disk()) {
-                disk.forget(self.payload_word(at), meta.len as usize);
+                disk.remove_live(self.payload_word(at), meta.len as usize);
             }
             self.count_content(meta, -1);
             self.arena.free_content(at);
@@ -109,7 +109,7 @@ impl Tier {
         }
     }
 
-    /// Has one more page show what a page word names, which cannot be gone.
+    /// Adds a reference to the content of a page word. The caller keeps that content from being freed.
     pub(crate) fn share_word(&self, word: u64) {
         match Shown::from_word(word) {
             Shown::Content(at) => self.add_ref(at as usize),
@@ -118,7 +118,7 @@ impl Tier {
         }
     }
 
-    /// Releases what a page word named.
+    /// Drops the reference of a page word that was replaced or cleared.
     pub(crate) fn release_word(&self, word: u64) {
         match Shown::from_word(word) {
             Shown::Content(at) => self.release(at as usize),
@@ -129,7 +129,7 @@ impl Tier {
         }
     }
 
-    /// The dictionary for new contents: its number, 0 for none, and its digest.
+    /// The dictionary for new contents: its number, 0 for none, and its digested form.
     pub(crate) fn current_dictionary(&self) -> (u8, Option<&Dictionary>) {
         let number = self.dictionary.load(Ordering::Acquire);
         (number, self.dictionary_of(number))
@@ -139,7 +139,7 @@ impl Tier {
         self.dictionaries.get(usize::from(number).checked_sub(1)?)?.get().map(Arc::as_ref)
     }
 
-    /// Copies payload out of a slot that may be given away meanwhile; `None` if it cannot be one.
+    /// Copies a payload out of a slot that may be freed and reused meanwhile; `None` if the slot cannot hold one.
     pub(super) fn copy_out<'a>(&self, at: usize, buffer: &'a mut [u8; PAGE_SIZE + 8]) -> Option<(u64, Meta, &'a [u8])> {
         let words = self.arena.words();
         let header = words.get(at..at + HEADER_WORDS)?;
@@ -153,7 +153,7 @@ impl Tier {
         Some((fingerprint, meta, &buffer[..len]))
     }
 
-    /// Reads a content on which the caller holds a reference into `page`, and proves it.
+    /// Reads a content into `page` and verifies it. The caller holds a reference to it.
     pub(crate) fn read_content(&self, at: usize, worker: &mut Worker, page: &mut Page) -> Result<(), Unreadable> {
         let Worker { coder, payload, base_payload, base, blocks, .. } = worker;
         let (fingerprint, meta, bytes) = self.copy_out(at, payload).ok_or(Unreadable::Damaged("length"))?;
@@ -169,16 +169,16 @@ impl Tier {
             if codec == Codec::Patch {
                 return Err(Unreadable::Damaged("a patch in the file"));
             }
-            return self.prove(coder, codec, bytes, meta, None, fingerprint, page).map_err(Unreadable::Damaged);
+            return self.decode_verified(coder, bytes, meta, None, fingerprint, page).map_err(Unreadable::Damaged);
         }
         let base = match codec {
             Codec::Patch => Some(self.read_base(bytes, coder, base_payload, base).map_err(Unreadable::Damaged)?),
             _ => None,
         };
-        self.prove(coder, codec, bytes, meta, base, fingerprint, page).map_err(Unreadable::Damaged)
+        self.decode_verified(coder, bytes, meta, base, fingerprint, page).map_err(Unreadable::Damaged)
     }
 
-    /// Reads the base of a patch; what is wrong with it shows in the fingerprint of the result.
+    /// Reads the base of a patch. It is not verified itself: a wrong base gives a wrong fingerprint of the patched page.
     pub(super) fn read_base<'a>(
         &self,
         patch: &[u8],
@@ -194,17 +194,17 @@ impl Tier {
         Ok(base)
     }
 
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn prove(
+    /// Decodes a payload into `page` and compares the page's fingerprint.
+    pub(super) fn decode_verified(
         &self,
         coder: &mut Coder,
-        codec: Codec,
         payload: &[u8],
         meta: Meta,
         base: Option<&Page>,
         fingerprint: u64,
         page: &mut Page,
     ) -> Result<(), &'static str> {
+        let codec = Codec::from_number(meta.codec_number()).ok_or("codec")?;
         let dictionary = self.dictionary_of(meta.dictionary);
         if meta.dictionary != 0 && dictionary.is_none() {
             return Err("dictionary");

@@ -1,13 +1,13 @@
-//! From (region, page) to the leaf that holds the page's word.
+//! From (client, page) to the leaf that holds the page's word.
 //!
-//! Keys are two kinds. A region whose length is known is *dense*: its pages
-//! are neighbours, and a flat array of leaf numbers, allocated in pieces as
-//! the region fills, wins by time and by bytes (half a byte per page). A
-//! region of unknown extent is *sparse*: a flat array would be as large as
-//! the address space, so its leaves are found through the B-tree of `llds`,
-//! one for all of them, by (region, cluster). Both lead to the same leaves,
-//! which lie in the arena and survive; what is here is derived from them by
-//! whoever adopts the arena. `pagefold bench zswap` measures both, and peers.
+//! There are two kinds. A client with a known number of pages is *dense*: its
+//! pages are neighbours, and a flat array of leaf numbers, allocated piece by
+//! piece, is best in time and memory (half a byte per page). A client without
+//! a known end is *sparse*: a flat array would be as large as the address
+//! space, so its leaves are found by (client, cluster) in a B-tree of `llds`
+//! that all sparse clients share. Both lead to the same leaves, which lie in
+//! the arena and survive a crash. A successor rebuilds the directories from
+//! them. `pagefold bench zswap` measures both, and peers.
 //!
 //! Readers take no lock that a store holds while it compresses or allocates.
 
@@ -20,13 +20,13 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 /// Clusters per piece of a flat directory: 32 MiB of pages, 4 KiB of memory.
 const PIECE: usize = 1024;
-/// Largest region, in pages, that gets a flat directory: 256 GiB, whose array of pieces takes 128 KiB.
+/// Most pages of a client with a flat directory: 256 GiB. Its array of pieces takes 128 KiB.
 const FLAT_PAGES_MAX: u64 = 1 << 26;
 
 /// Leaf 0 never exists: slab 0 is the superblock.
 const NO_LEAF: u32 = 0;
 
-/// The leaves of one region, by cluster.
+/// The leaves of one client, by cluster.
 pub(crate) enum Directory {
     Flat(Flat),
     Tree(Tree),
@@ -43,19 +43,19 @@ pub(crate) struct Flat {
     pieces: Vec<OnceLock<Box<[AtomicU32]>>>,
 }
 
-/// A region's part of the tree.
+/// A sparse client's part of the tree.
 pub(crate) struct Tree {
     leaves: Arc<BTree<u64>>,
-    region: u32,
+    client: u32,
 }
 
 impl Tree {
     fn key(&self, cluster: u64) -> u64 {
-        leaf_key(self.region, cluster)
+        leaf_key(self.client, cluster)
     }
 }
 
-/// The tree of all sparse regions, made for the first of them.
+/// The tree of all sparse clients, created for the first of them.
 #[derive(Default)]
 pub(crate) struct Sparse(OnceLock<Option<Arc<BTree<u64>>>>);
 
@@ -111,14 +111,14 @@ impl Iterator for Clusters<'_> {
 }
 
 impl Directory {
-    /// Chooses for a region of `pages` pages (`None`: unknown); nothing if the tree cannot be made.
-    pub(crate) fn new(region: u32, pages: Option<u64>, sparse: &Sparse) -> Option<Directory> {
+    /// Makes the directory of a client with `pages` pages (`None`: unknown); `None` if the tree cannot be created.
+    pub(crate) fn new(client: u32, pages: Option<u64>, sparse: &Sparse) -> Option<Directory> {
         Some(match pages.filter(|pages| *pages <= FLAT_PAGES_MAX) {
             Some(pages) => {
                 let pieces = pages.div_ceil((LEAF_PAGES * PIECE) as u64) as usize;
                 Directory::Flat(Flat { pieces: (0..pieces).map(|_| OnceLock::new()).collect() })
             }
-            None => Directory::Tree(Tree { leaves: sparse.tree()?, region }),
+            None => Directory::Tree(Tree { leaves: sparse.tree()?, client }),
         })
     }
 
@@ -129,13 +129,13 @@ impl Directory {
                 let piece = flat.pieces.get(cluster as usize / PIECE)?.get()?;
                 Some(piece[cluster as usize % PIECE].load(Ordering::Acquire)).filter(|leaf| *leaf != NO_LEAF)
             }
-            // What lies beyond would be another region's.
+            // A larger cluster number would be another client's key.
             Directory::Tree(_) if cluster >= RECORD_CLUSTER => None,
             Directory::Tree(tree) => tree.leaves.get(tree.key(cluster)).map(|leaf| leaf as u32),
         }
     }
 
-    /// Enters the leaf of `cluster`; false if the cluster lies outside of the region, or there is no room.
+    /// Enters the leaf of `cluster`; false if the cluster lies beyond the client's end, or memory is short.
     pub(crate) fn set(&self, cluster: u64, leaf: u32) -> bool {
         match self {
             Directory::Flat(flat) => {
@@ -148,7 +148,7 @@ impl Directory {
         }
     }
 
-    /// Takes the leaf of `cluster` out.
+    /// Removes the leaf of `cluster`.
     pub(crate) fn remove(&self, cluster: u64) {
         match self {
             Directory::Flat(flat) => {
@@ -160,10 +160,10 @@ impl Directory {
         }
     }
 
-    /// The clusters in `from..to` that have a leaf; those that come or go meanwhile may be seen or not.
+    /// The clusters in `from..to` that have a leaf. Clusters that change meanwhile may be included or not.
     pub(crate) fn range(&self, from: u64, to: u64) -> Clusters<'_> {
         if to == from.saturating_add(1) {
-            // A fault's: no scan for that.
+            // A fault looks up one cluster, which needs no scan.
             return Clusters::One(self.get(from).map(|leaf| (from, leaf)));
         }
         match self {
@@ -178,7 +178,7 @@ impl Directory {
         }
     }
 
-    /// Bytes it takes, without the tree that all share.
+    /// Bytes it takes, without the shared tree.
     fn bytes(&self) -> u64 {
         match self {
             Directory::Flat(flat) => {
@@ -190,34 +190,34 @@ impl Directory {
     }
 }
 
-/// A region: the pages of one mapping of one client.
+/// The cold pages of one client.
 #[derive(Debug)]
-pub(crate) struct Region {
+pub(crate) struct ClientPages {
     pub(crate) id: u32,
-    /// Pages in the region, if known.
+    /// How many pages the client has, if known.
     pub(crate) pages: Option<u64>,
     pub(crate) directory: Directory,
     /// Pages in the tier.
     pub(crate) stored: AtomicU64,
-    /// Pages brought back, 64 per entry, by page / 64.
+    /// Loaded pages, 64 per entry, by page / 64.
     touched: Mutex<BTreeMap<u64, Touched>>,
-    /// Leaf that holds the region's record, if it has one.
+    /// Leaf that holds the client's record, if it has one.
     pub(crate) record: OnceLock<u32>,
 }
 
 /// A bit per page.
 #[derive(Clone, Copy, Debug, Default)]
 struct Touched {
-    /// Brought back since [`Region::take_touched`].
+    /// Loaded since [`ClientPages::take_touched`].
     ever: u64,
-    /// Brought back since the cleaner last came by: spared once.
+    /// Loaded since the cleaner's last walk, which spares the page once.
     lately: u64,
 }
 
-impl Region {
-    /// Makes an empty region; nothing if the sparse ones have no tree.
-    pub(crate) fn new(id: u32, pages: Option<u64>, sparse: &Sparse) -> Option<Region> {
-        Some(Region {
+impl ClientPages {
+    /// Makes a client without pages; `None` if the tree of sparse clients cannot be created.
+    pub(crate) fn new(id: u32, pages: Option<u64>, sparse: &Sparse) -> Option<ClientPages> {
+        Some(ClientPages {
             id,
             pages,
             directory: Directory::new(id, pages, sparse)?,
@@ -227,7 +227,7 @@ impl Region {
         })
     }
 
-    /// Notes that the page came back.
+    /// Notes that the page was loaded.
     pub(crate) fn touch(&self, page: u64) {
         let mut touched = lock(&self.touched);
         let entry = touched.entry(page / 64).or_default();
@@ -235,7 +235,7 @@ impl Region {
         entry.lately |= 1 << (page % 64);
     }
 
-    /// True if the page came back since this was last asked.
+    /// Returns true if the page was loaded since the last call.
     pub(crate) fn spare(&self, page: u64) -> bool {
         let mut touched = lock(&self.touched);
         let Some(entry) = touched.get_mut(&(page / 64)) else { return false };
@@ -244,7 +244,7 @@ impl Region {
         lately
     }
 
-    /// The pages that came back, in order; forgets them.
+    /// Takes the list of loaded pages, in order.
     pub(crate) fn take_touched(&self) -> Vec<u64> {
         let touched = std::mem::take(&mut *lock(&self.touched));
         let pages = |(at, bits): (u64, Touched)| {
@@ -253,7 +253,7 @@ impl Region {
         touched.into_iter().flat_map(pages).collect()
     }
 
-    /// Bytes that it takes outside of the arena.
+    /// Bytes it takes outside the arena.
     pub(crate) fn bytes(&self) -> u64 {
         self.directory.bytes() + lock(&self.touched).len() as u64 * 36
     }
@@ -272,9 +272,9 @@ mod tests {
             to in 0_u64..5000,
         ) {
             let sparse = Sparse::default();
-            // Other regions on both sides, which must not show.
-            for region in [6, 8] {
-                prop_assert!(Directory::new(region, None, &sparse).unwrap().set(3, 1));
+            // Clients with neighbouring numbers: their leaves must not be found.
+            for client in [6, 8] {
+                prop_assert!(Directory::new(client, None, &sparse).unwrap().set(3, 1));
             }
             for pages in [Some(40_000), None] {
                 let directory = Directory::new(7, pages, &sparse).unwrap();
@@ -302,19 +302,19 @@ mod tests {
 
     #[test]
     fn a_touched_page_is_spared_once_and_remembered_until_taken() {
-        let region = Region::new(1, None, &Sparse::default()).unwrap();
-        region.touch(130);
-        region.touch(5);
-        assert!(region.spare(130) && !region.spare(130) && !region.spare(131));
-        assert_eq!(region.take_touched(), [5, 130]);
-        assert_eq!(region.take_touched(), [0; 0]);
+        let client = ClientPages::new(1, None, &Sparse::default()).unwrap();
+        client.touch(130);
+        client.touch(5);
+        assert!(client.spare(130) && !client.spare(130) && !client.spare(131));
+        assert_eq!(client.take_touched(), [5, 130]);
+        assert_eq!(client.take_touched(), [0; 0]);
     }
 
-    /// Whoever asks by addresses may have some of 57 bits.
+    /// Page numbers derived from 57-bit addresses may be larger than a key can hold.
     #[test]
-    fn beyond_the_last_page_there_is_nobody_elses() {
+    fn a_page_beyond_the_last_one_is_not_another_clients() {
         let sparse = Sparse::default();
-        let [one, other] = [2, 3].map(|region| Directory::new(region, None, &sparse).unwrap());
+        let [one, other] = [2, 3].map(|client| Directory::new(client, None, &sparse).unwrap());
         assert!(other.set(5, 1));
         let beyond = 5 | 1 << crate::layout::CLUSTER_BITS;
         assert_eq!(
