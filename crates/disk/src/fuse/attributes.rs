@@ -3,7 +3,7 @@
 //! The host's size and times of an open image may be older than the cache's, and its name may be gone. A change of
 //! attributes goes to the very file that the kernel means, never to another file that has its name now.
 
-use super::DiskFs;
+use super::file_system::DiskFs;
 use crate::error::Error;
 use crate::file::{key_of, stat_beneath};
 use crate::geometry::BLOCK_BYTES;

@@ -2,13 +2,13 @@
 //!
 //! Each change is made on the host first, through the engine if it may concern an image; then the nodes follow.
 
-use super::DiskFs;
 use super::attributes::kind_of;
-use super::nodes::{Node, ROOT};
+use super::file_system::DiskFs;
+use super::nodes::{DirEntry, Node, ROOT};
 use crate::file::{EntryName, FileKey, HostFile, key_of, open_beneath, stat_beneath};
-use fuser::{FileAttr, FileType, INodeNo, RenameFlags, Request};
+use fuser::{FileAttr, INodeNo, RenameFlags, Request};
 use rustix::fs::{AtFlags, Mode, OFlags};
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::io;
 use std::os::fd::AsFd;
 
@@ -16,13 +16,6 @@ use std::os::fd::AsFd;
 /// another name meanwhile.
 fn has_no_name(file: impl AsFd) -> bool {
     rustix::fs::fstat(file).is_ok_and(|stat| stat.st_nlink == 0)
-}
-
-/// One entry of a directory, as read when it was opened.
-pub(super) struct DirEntry {
-    pub(super) number: u64,
-    pub(super) kind: FileType,
-    pub(super) name: OsString,
 }
 
 impl DiskFs {

@@ -3,12 +3,10 @@
 //! A file of the directory's own device has its inode number as node number; others get one from a counter. The kernel
 //! counts its look-ups and sends a forget; until then the file is found by the names kept here.
 
-use super::DiskFs;
 use crate::file::FileKey;
-use fuser::INodeNo;
+use fuser::{FileType, INodeNo};
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
-use std::io;
 use std::path::PathBuf;
 
 /// A file that the kernel refers to.
@@ -60,7 +58,7 @@ impl Nodes {
         number
     }
 
-    fn path(&self, number: u64) -> Option<PathBuf> {
+    pub(super) fn path(&self, number: u64) -> Option<PathBuf> {
         let mut names = Vec::new();
         let mut at = number;
         while at != ROOT {
@@ -76,29 +74,9 @@ impl Nodes {
     }
 }
 
-impl DiskFs {
-    pub(super) fn path(&self, number: INodeNo) -> io::Result<PathBuf> {
-        self.nodes.read().path(number.0).ok_or_else(|| io::Error::from_raw_os_error(libc::ESTALE))
-    }
-
-    pub(super) fn child(&self, parent: INodeNo, name: &OsStr) -> io::Result<PathBuf> {
-        // Not `./name` in the root, because images are named by their paths.
-        Ok(if parent.0 == ROOT { PathBuf::from(name) } else { self.path(parent)?.join(name) })
-    }
-
-    pub(super) fn key(&self, number: INodeNo) -> Option<FileKey> {
-        self.nodes.read().by_number.get(&number.0).map(|node| node.key)
-    }
-
-    pub(super) fn forget_number(&self, number: u64, count: u64) {
-        let mut nodes = self.nodes.write();
-        if let Some(node) = nodes.by_number.get_mut(&number) {
-            node.lookups = node.lookups.saturating_sub(count);
-            if node.lookups == 0 {
-                let key = node.key;
-                nodes.by_number.remove(&number);
-                nodes.by_key.remove(&key);
-            }
-        }
-    }
+/// One entry of a directory, as read when it was opened.
+pub(super) struct DirEntry {
+    pub(super) number: u64,
+    pub(super) kind: FileType,
+    pub(super) name: OsString,
 }

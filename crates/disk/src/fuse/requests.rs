@@ -1,34 +1,21 @@
-//! The FUSE front end: the directory's files under their own names, read and written through the cache.
-//!
-//! Files are opened for direct I/O, so the kernel keeps no copy of the data; names and attributes are the host's. An open
-//! file is found by its inode even if its name is gone. The kernel itself keeps file locks, per mount.
-//!
-//! This file answers the kernel's requests. It uses `names`, which uses `attributes`; all of them use `nodes`.
+//! The kernel's requests: each is decoded, passed on and answered.
 
-mod attributes;
-mod names;
-mod nodes;
-
-use crate::engine::Engine;
+use super::attributes::AttributeChange;
+use super::file_system::DiskFs;
+use super::nodes::{Node, ROOT};
 use crate::error::Error;
 use crate::file::open_beneath;
-use crate::handle::Handle;
-use attributes::AttributeChange;
 use fuser::{
     Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags,
     RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen,
     ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
-use names::DirEntry;
-use nodes::{Node, Nodes, ROOT};
-use parking_lot::{Mutex, RwLock};
 use rustix::fs::{AtFlags, Mode, OFlags};
-use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
 /// How long the kernel may cache names and attributes. It sees changes through the mount immediately, and changes in the
@@ -36,64 +23,6 @@ use std::time::{Duration, SystemTime};
 const CACHE_TIME: Duration = Duration::from_secs(1);
 /// Largest request: the kernel's default limit for FUSE.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
-
-/// The file system.
-pub struct DiskFs {
-    engine: Arc<Engine>,
-    nodes: RwLock<Nodes>,
-    handles: RwLock<HashMap<u64, Arc<Handle>>>,
-    directories: RwLock<HashMap<u64, Arc<Vec<DirEntry>>>>,
-    next_handle: AtomicU64,
-    /// Buffers for read replies, which the kernel takes in one piece. The buffer used last is used next, by any worker,
-    /// because it is still in the processor's cache.
-    buffers: Mutex<Vec<Vec<u8>>>,
-    is_root: bool,
-}
-
-impl DiskFs {
-    /// Makes the file system of `engine`'s directory.
-    ///
-    /// # Errors
-    /// The directory's attributes cannot be read.
-    pub fn new(engine: Arc<Engine>) -> io::Result<Self> {
-        let root = rustix::fs::fstat(engine.directory())?;
-        let root = (root.st_dev, root.st_ino);
-        let nodes = Nodes { by_number: HashMap::new(), by_key: HashMap::new(), next_foreign: 0, root };
-        Ok(Self {
-            engine,
-            nodes: RwLock::new(nodes),
-            handles: RwLock::default(),
-            directories: RwLock::default(),
-            next_handle: AtomicU64::new(1),
-            buffers: Mutex::default(),
-            is_root: rustix::process::geteuid().is_root(),
-        })
-    }
-
-    fn handle(&self, number: FileHandle) -> Result<Arc<Handle>, Error> {
-        let handle = self.handles.read().get(&number.0).cloned();
-        handle.ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF).into())
-    }
-
-    fn register(&self, handle: Handle) -> FileHandle {
-        let number = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        self.handles.write().insert(number, Arc::new(handle));
-        FileHandle(number)
-    }
-
-    fn open_number(&self, number: INodeNo, writable: bool) -> io::Result<Handle> {
-        match (self.path(number), self.key(number)) {
-            (Ok(path), _) => self.engine.open(&path, writable),
-            // Its last name is gone, but a process can still open it through a descriptor.
-            (Err(_), Some(key)) => self.engine.open_by_key(key, writable),
-            (Err(error), None) => Err(error),
-        }
-    }
-
-    fn check_changeable(&self) -> io::Result<()> {
-        if self.engine.read_only() { Err(io::Error::from_raw_os_error(libc::EROFS)) } else { Ok(()) }
-    }
-}
 
 fn errno(error: &io::Error) -> Errno {
     Errno::from_i32(error.raw_os_error().unwrap_or(libc::EIO))

@@ -2,7 +2,7 @@
 //!
 //! Neither locks nor allocates, because a signal may interrupt any code. The pool is made before the handler is installed.
 
-use super::FAULT_PAGES_MAX;
+use super::report::FAULT_PAGES_MAX;
 use crate::tier::Worker;
 use pagefold_os::{PAGE_SIZE, Page, syscall};
 use std::cell::UnsafeCell;

@@ -3,17 +3,14 @@
 //! The handler does not allocate. It waits only for a page that another thread
 //! is loading, for a decoder of the pool, and for a cluster lock of the tier.
 
-use super::RegionError;
 use super::decoder::{SpinBudget, make_pool};
 use super::memory::Shared;
+use super::report::{REGIONS_MAX, RegionError};
 use pagefold_os::Errno;
 use pagefold_os::signal::{self, Mask};
 use pagefold_os::sync::lock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
-
-/// Most regions.
-pub(super) const SLOTS: usize = 64;
 
 /// An entry of the table in which the handler finds a region.
 struct Slot {
@@ -24,14 +21,14 @@ struct Slot {
     users: AtomicU32,
 }
 
-static REGIONS: [Slot; SLOTS] = [const {
+static REGIONS: [Slot; REGIONS_MAX] = [const {
     Slot {
         start: AtomicU64::new(0),
         end: AtomicU64::new(0),
         shared: AtomicPtr::new(std::ptr::null_mut()),
         users: AtomicU32::new(0),
     }
-}; SLOTS];
+}; REGIONS_MAX];
 static REGISTERING: Mutex<()> = Mutex::new(());
 
 /// Registers a region with the handler. The region must not move or be freed until [`unregister`].

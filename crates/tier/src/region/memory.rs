@@ -16,21 +16,22 @@
 
 mod evict;
 mod fault_in;
-mod handle;
+pub(super) mod handle;
 mod prefetcher;
+mod shared_window;
 
 use super::decoder::SpinBudget;
-use super::{RegionError, RegionStats};
+use super::report::{RegionError, RegionStats};
 use crate::page_directory;
 use crate::stats::Stats;
 use crate::tier::Tier;
-pub(super) use handle::Handle;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::{self, Mapping};
 use pagefold_os::signal::Blocked;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{PAGE_SIZE, Range as Addresses};
+use shared_window::SharedWindow;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -102,7 +103,7 @@ pub(super) struct Shared {
     /// One past the last page of the last fault's window, and the window's length.
     window_end: AtomicU64,
     window_pages: AtomicU64,
-    window: prefetcher::SharedWindow,
+    window: SharedWindow,
     /// A page that was resident when it faulted, and how often in a row: see [`fault_in::STUCK_MAX`].
     stuck: AtomicU64,
     closed: AtomicBool,

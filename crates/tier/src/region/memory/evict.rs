@@ -3,8 +3,8 @@
 //! All of it happens with `evict_state` locked and signals blocked, for a short time each. `park_idle` finds idle pages
 //! by the marks of the page tables; `park` evicts the pages that it is given.
 
-use super::super::Parked;
 use super::super::decoder::SpinBudget;
+use super::super::report::Parked;
 use super::{
     BATCH, CHUNK, CLIENT, EVICTED, EvictState, FREEZE, RESIDENT, RESIDENT_STORED, Shared, for_runs, map_dontfork,
 };

@@ -5,8 +5,8 @@
 //! is busy.
 
 use super::super::decoder::{Decoder, DecoderGuard, SpinBudget};
-use super::super::{FAULT_PAGES_MAX, Unreadable};
-use super::prefetcher::PIECE;
+use super::super::report::{FAULT_PAGES_MAX, Unreadable};
+use super::shared_window::PIECE;
 use super::{BUSY, CHUNK, EVICTED, RESIDENT, RESIDENT_STORED, Shared};
 use crate::stats::count;
 use pagefold_os::signal::Blocked;

@@ -2,8 +2,9 @@
 //!
 //! It is dropped with its last handle, after the last signal handler that uses it.
 
-use super::super::{RegionError, fault};
-use super::prefetcher::SharedWindow;
+use super::super::fault;
+use super::super::report::RegionError;
+use super::shared_window::SharedWindow;
 use super::{BATCH, CHUNK, CLIENT, Counters, EvictState, FREEZE, Shared, map_dontfork};
 use crate::tier::Tier;
 use pagefold_os::fd::Fd;

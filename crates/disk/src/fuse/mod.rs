@@ -1,0 +1,15 @@
+//! The FUSE front end: the directory's files under their own names, read and written through the cache.
+//!
+//! Files are opened for direct I/O, so the kernel keeps no copy of the data; names and attributes are the host's. An open
+//! file is found by its inode even if its name is gone. The kernel itself keeps file locks, per mount.
+//!
+//! Each module uses only later ones: `requests` answers the kernel, `names` changes the directory, `attributes` corrects
+//! the host's attributes, `file_system` holds the state, `nodes` the files that the kernel knows.
+
+mod attributes;
+mod file_system;
+mod names;
+mod nodes;
+mod requests;
+
+pub use file_system::DiskFs;
