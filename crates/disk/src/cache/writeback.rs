@@ -13,7 +13,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Blocks taken into writeback at once.
+/// Most blocks of one batch.
 const BATCH_BLOCKS: usize = 1024;
 
 /// Most runs of one batch that are retried in halves, so that a disk that refuses everything is not asked once a block.
