@@ -248,7 +248,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         while pagefold_os::fd::poll(&mut polls, -1) != Ok(1) {}
         watch.stop();
     });
-    daemon.run().map_err(|error| {
+    pagefold_daemon::run(&daemon).map_err(|error| {
         if args.on_demand && error.kind() == std::io::ErrorKind::AddrInUse {
             host::tell_gave_way();
         }

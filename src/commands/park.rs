@@ -4,7 +4,7 @@ use super::Error;
 use super::control::for_each;
 use crate::output::print_json;
 use crate::{host, say, units};
-use pagefold_daemon::cold::{ColdClient, Whom};
+use pagefold_daemon::cold::{ClientSelector, ColdClient};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
 use std::path::Path;
@@ -64,11 +64,11 @@ struct Target {
 
 impl Target {
     /// One request each.
-    fn whom(&self) -> Vec<Whom> {
+    fn whom(&self) -> Vec<ClientSelector> {
         match &self.cgroup {
-            Some(path) => vec![Whom::Cgroup(path.clone())],
-            None if self.all => vec![Whom::All],
-            None => self.clients.iter().map(|pid| Whom::Pid(*pid)).collect(),
+            Some(path) => vec![ClientSelector::Cgroup(path.clone())],
+            None if self.all => vec![ClientSelector::All],
+            None => self.clients.iter().map(|pid| ClientSelector::Pid(*pid)).collect(),
         }
     }
 }
@@ -83,9 +83,9 @@ struct Moved {
 }
 
 /// Asks for `whom` and shows meanwhile, on a terminal, how many bytes went (or came); returns clients and pages.
-fn ask_and_watch(socket: &Path, whom: &Whom, park: bool) -> Result<(u64, u64), Error> {
+fn ask_and_watch(socket: &Path, whom: &ClientSelector, park: bool) -> Result<(u64, u64), Error> {
     let whom = whom.clone();
-    let one = if let Whom::Pid(pid) = whom { Some(pid) } else { None };
+    let one = if let ClientSelector::Pid(pid) = whom { Some(pid) } else { None };
     let request = if park { Request::Park { whom } } else { Request::Unpark { whom } };
     let sum = |status: &Status, of: fn(&ColdClient) -> u64| -> u64 {
         status.cold.clients.iter().filter(|client| one.is_none_or(|pid| pid == client.pid)).map(of).sum()

@@ -1,17 +1,20 @@
 //! State, pacing, metrics and the control socket.
 //!
-//! The daemon owns domains and their workers. Processes come by connecting:
-//! agents greet and become clients ([`link`]), people send one JSON request
-//! ([`control`]), browsers and collectors over HTTP ([`web`], [`metrics`]). It may
-//! be killed at any instant: clients keep what is merged,
-//! for the kernel holds it, and greet the next daemon.
+//! The daemon owns domains and their workers. Processes come by connecting: agents greet and become clients (`clients` if
+//! they are merged live, [`cold`] if their idle memory is evicted), operators send one JSON request ([`control`]), browsers and
+//! collectors use HTTP ([`web`], [`metrics`]). The daemon may be killed at any instant: clients keep their merged pages, since
+//! the kernel holds them, and greet the next daemon.
 
 mod clients;
 pub mod cold;
+mod config;
+mod domain_key;
 mod memory_limits;
 mod service;
 pub mod status;
 
+pub use config::Config;
 pub use pagefold_merge::client::VMA_BUDGET_MAX;
-pub use service::listener::{Config, Daemon};
+pub use service::daemon::Daemon;
+pub use service::listener::run;
 pub use service::{control, http, metrics, web};

@@ -13,8 +13,8 @@ use std::sync::{Mutex, OnceLock};
 pub(crate) const SHORT: f64 = 0.945;
 /// From this share of a limit on it is asked how much of the memory in use is only the file cache.
 pub(crate) const TIGHT: f64 = 0.75;
-/// Share of a limit that pages which come back may fill; the rest is for what the program takes itself, and nobody can
-/// make room for that in time: the kernel kills at a limit, it does not ask us.
+/// Share of a limit that pages which come back may fill; the rest is for the program's own
+/// allocations. No eviction comes in time for those: at a limit the kernel kills, and does not ask the daemon.
 const FILLED: f64 = 0.965;
 /// Bytes that a small limit keeps for the program beyond its share: what the kernel needs at once for a process.
 const FLOOR: u64 = 4 << 20;
@@ -136,8 +136,8 @@ struct Place {
 
 /// What a client may still take.
 #[derive(Debug)]
-pub(crate) struct Room {
-    /// Whose groups count, wherever it is moved to; 0 for nobody's.
+pub(crate) struct MemoryLimits {
+    /// The process with the groups that count, wherever it is moved to; 0 for none.
     pid: i32,
     /// Bytes of the host's memory that are available, and all.
     host: fn() -> (u64, u64),
@@ -151,19 +151,19 @@ pub(crate) struct Room {
 }
 
 /// The daemon's own.
-pub(crate) fn own() -> &'static Room {
-    static OWN: OnceLock<Room> = OnceLock::new();
-    OWN.get_or_init(|| Room::of(std::process::id() as i32))
+pub(crate) fn own() -> &'static MemoryLimits {
+    static OWN: OnceLock<MemoryLimits> = OnceLock::new();
+    OWN.get_or_init(|| MemoryLimits::of(std::process::id() as i32))
 }
 
-impl Room {
-    pub fn of(pid: i32) -> Room {
-        Room::new(pid, procfs::available_and_total, Place::default())
+impl MemoryLimits {
+    pub fn of(pid: i32) -> MemoryLimits {
+        MemoryLimits::new(pid, procfs::available_and_total, Place::default())
     }
 
-    fn new(pid: i32, host: fn() -> (u64, u64), place: Place) -> Room {
+    fn new(pid: i32, host: fn() -> (u64, u64), place: Place) -> MemoryLimits {
         let (left, free, short) = Default::default();
-        Room { pid, host, place: Mutex::new(place), left, free, short }
+        MemoryLimits { pid, host, place: Mutex::new(place), left, free, short }
     }
 
     /// Looks whether the process is in other control groups by now.
@@ -205,7 +205,7 @@ impl Room {
     }
 
     /// Bytes that fill no limit of a control group but of those that `other` is in as well: what is put out of there makes room there.
-    pub fn free_apart(&self, other: &Room) -> u64 {
+    pub fn free_apart(&self, other: &MemoryLimits) -> u64 {
         self.follow();
         other.follow();
         let others: Vec<PathBuf> = lock(&other.place).levels.iter().map(|level| level.path.clone()).collect();
@@ -231,7 +231,7 @@ impl Room {
         granted
     }
 
-    /// Pages that there was room for when [`Room::grant`] last looked.
+    /// Pages that there was room for when [`MemoryLimits::grant`] last looked.
     pub fn free(&self) -> u64 {
         self.free.load(Ordering::Relaxed)
     }
@@ -254,20 +254,20 @@ pub(crate) mod tests {
     use super::*;
 
     /// What is left of so many MiB of which so many are used.
-    pub(crate) fn limited(dir: &Path, used: u64, limit: u64) -> Room {
+    pub(crate) fn limited(dir: &Path, used: u64, limit: u64) -> MemoryLimits {
         let [used, limit] = [used, limit].map(|mib| (mib << 20).to_string());
         let files =
             [("memory.usage_in_bytes", &*used), ("memory.limit_in_bytes", &*limit), ("memory.stat", "cache 1\n")];
         at(vec![group(dir, &files)])
     }
 
-    fn at(levels: Vec<Level>) -> Room {
+    fn at(levels: Vec<Level>) -> MemoryLimits {
         // Of a host that has everything.
-        Room::new(0, || (1, 1), Place { levels, ..Place::default() })
+        MemoryLimits::new(0, || (1, 1), Place { levels, ..Place::default() })
     }
 
     #[test]
-    fn who_is_moved_has_the_limit_of_its_new_group() {
+    fn a_process_that_is_moved_has_the_limit_of_its_new_group() {
         let root = tempfile::tempdir().expect("a directory");
         for (name, limit) in [("one", "1000"), ("two", "500")] {
             let dir = root.path().join(name);
@@ -282,14 +282,14 @@ pub(crate) mod tests {
         assert_eq!((limit(), room.left.load(Ordering::Relaxed)), (Some(500_000_000), 0));
         room.be_at("1:cpu:/one\n0::/\n".into(), root.path());
         assert_eq!(limit(), None);
-        // Also where nobody but who asks for pages looks.
+        // `grant` looks, too.
         let text = std::fs::read_to_string("/proc/self/cgroup").expect("this process has groups");
-        let room = Room::of(std::process::id() as i32);
+        let room = MemoryLimits::of(std::process::id() as i32);
         room.be_at("0::/one\n".into(), root.path());
         room.grant(1);
         assert_eq!(lock(&room.place).text, text);
-        // Of who has ended nothing is known.
-        let room = Room::of(i32::MAX);
+        // Nothing is known of a process that has ended.
+        let room = MemoryLimits::of(i32::MAX);
         room.be_at("0::/one\n".into(), root.path());
         room.usage();
         assert_eq!(lock(&room.place).text, "0::/one\n");

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Totals {
-    /// Slots that somebody shares.
+    /// Slots that are shared.
     pub pages_shared: u64,
     /// Mappings of slots.
     pub pages_sharing: u64,
@@ -29,7 +29,7 @@ pub struct Totals {
     pub saved_bytes: u64,
     /// Bytes of pool segments.
     pub pool_bytes: u64,
-    /// Bytes of pool segments that were let go and that somebody maps still.
+    /// Bytes of released pool segments that a process still maps.
     pub pool_lingering_bytes: u64,
     /// Bytes of our own records and of kernel mappings.
     pub metadata_bytes: u64,

@@ -1,8 +1,9 @@
 //! Connections to clients, and closing what they sent.
 //!
-//! The last close(2) of a file may take as long as who made the file likes: that of a socket that lingers, or of a file of a
-//! system that he serves himself. Who closes a descriptor that a client passed, or a connection on which one lies that
-//! nobody took, would wait with it: no worker may, nor the monitor, for they have other clients to serve.
+//! The maker of a file decides how long its last close(2) takes: the file may be a socket that lingers, or lie in a file system
+//! that the client itself serves. Closing a descriptor that a client passed would wait for that, and so would closing a
+//! connection on which such a descriptor was not yet received. Workers and the monitor have other clients to serve and must not
+//! wait, so a thread of its own closes.
 
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
@@ -10,22 +11,22 @@ use pagefold_os::sock;
 use std::ops::Deref;
 use std::thread;
 
-/// Drops `what` where nobody waits for it.
+/// Drops `what` on a thread of its own.
 pub(crate) fn drop_aside<T: Send + 'static>(what: T) {
     let _ = thread::Builder::new().name("closing".into()).stack_size(64 << 10).spawn(move || drop(what));
 }
 
-/// A connection to a client, which nobody waits to close.
+/// A connection to a client. Dropping it does not wait for its close(2).
 #[derive(Debug)]
-pub struct Peer(Option<Fd>);
+pub struct Connection(Option<Fd>);
 
-impl From<Fd> for Peer {
-    fn from(socket: Fd) -> Peer {
-        Peer(Some(socket))
+impl From<Fd> for Connection {
+    fn from(socket: Fd) -> Connection {
+        Connection(Some(socket))
     }
 }
 
-impl Deref for Peer {
+impl Deref for Connection {
     type Target = Fd;
 
     fn deref(&self) -> &Fd {
@@ -33,18 +34,18 @@ impl Deref for Peer {
     }
 }
 
-impl Drop for Peer {
+impl Drop for Connection {
     fn drop(&mut self) {
-        // At once, whenever it is closed.
+        // The other end sees the end now, however long the close takes.
         self.shut();
         drop_aside(self.0.take());
     }
 }
 
-impl Peer {
-    /// Ends the connection in both directions, for whoever waits at it.
+impl Connection {
+    /// Ends the connection in both directions, and wakes all threads that wait at it.
     pub(crate) fn shut(&self) {
-        // SAFETY: numbers only.
+        // SAFETY: shutdown(2) reads and writes no memory of this process.
         let _ = unsafe { pagefold_os::syscall!(libc::SYS_shutdown, self.raw(), libc::SHUT_RDWR) };
     }
 
@@ -71,7 +72,12 @@ pub(crate) mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    /// A descriptor whose last close(2) takes an hour, as long as the other value lives.
+    pub(crate) fn pair() -> (Fd, Fd) {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        (OwnedFd::from(ours).into(), OwnedFd::from(theirs).into())
+    }
+
+    /// A descriptor, and a value during whose life the descriptor's last close(2) takes an hour.
     fn lingering() -> (OwnedFd, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -89,11 +95,14 @@ pub(crate) mod tests {
         (ours.into(), theirs)
     }
 
-    /// Has a client send `packet` twice with as many descriptors as go, each slow to close, and end; `served` is who has the
-    /// other end, and must not wait for them.
-    pub(crate) fn serves_who_sends_what_is_slow_to_close(packet: &[u8], served: impl FnOnce(Peer) + Send + 'static) {
+    /// Has a client send `packet` twice, with as many descriptors as a packet takes, each slow to close, and end. `served` gets
+    /// the other end, and must not wait for them.
+    pub(crate) fn does_not_wait_for_files_that_are_slow_to_close(
+        packet: &[u8],
+        served: impl FnOnce(Connection) + Send + 'static,
+    ) {
         let (ours, theirs) = sock::pair().unwrap();
-        // More than a packet may bring: what does not come is closed by the kernel, in the name of who receives.
+        // More than a packet may bring: the kernel closes the rest, in the receiving thread.
         let slow: Vec<_> = (0..2).map(|_| lingering()).collect();
         for (slow, _) in &slow {
             sock::send(&theirs, packet, &[slow.as_raw_fd(); sock::FDS_MAX]).unwrap();
@@ -111,8 +120,8 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_a_client_sent_is_closed_by_nobody_who_serves_others() {
-        serves_who_sends_what_is_slow_to_close(b"x", |peer| {
+    fn received_descriptors_are_closed_by_a_thread_of_their_own() {
+        does_not_wait_for_files_that_are_slow_to_close(b"x", |peer| {
             assert_eq!(peer.receive_plain(&mut [0; 8]), Ok(0));
         });
     }

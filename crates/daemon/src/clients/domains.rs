@@ -1,29 +1,46 @@
-//! Domains with their workers: made when a client of theirs comes, let go when none has come for long.
+//! The clients that are merged live, their domains, and the domains' workers.
+//!
+//! A domain is made when its first client joins, and is dropped when it has had no client for [`DOMAIN_IDLE`]. Each has
+//! worker threads, which take steps with the clients that are due.
+//!
+//! Lock order: `domains`, then `connected`, then `past`.
 
-use crate::service::listener::{Daemon, DomainKey};
-
+use crate::clients::connection::Connection;
+use crate::clients::merge_client::{MergeClient, Shared};
+use crate::config::Config;
+use crate::domain_key::DomainKey;
 use crate::memory_limits;
-use pagefold_merge::{Domain, domain};
+use crate::status::Totals;
+use pagefold_merge::{ClientId, Domain, domain};
+use pagefold_os::fd;
 use pagefold_os::sched;
 use pagefold_os::sync::lock;
+use pagefold_os::wait::Bell;
+use std::collections::BTreeMap;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a domain without clients is kept: what it knows of its pages' contents serves the next ones.
-pub(crate) const DOMAIN_REST: Duration = Duration::from_secs(60);
-/// Longest nap of a worker that finds nothing to do.
+/// How long a domain without clients is kept: its index of page contents serves the clients that come next.
+pub(crate) const DOMAIN_IDLE: Duration = Duration::from_secs(60);
+/// Longest sleep of a worker that finds nothing to do.
 const NAP: Duration = Duration::from_secs(1);
 /// Processors, by number, among which a worker looks for one without another worker.
 const CPUS_TRIED: u64 = 64;
-/// Most domains at once: each has threads, an index and a pool.
+/// Most domains at a time: each has threads, an index and a pool.
 pub(crate) const DOMAINS_MAX: usize = 256;
+/// Most connections of one process: it may connect anew before the daemon has seen its previous connection end.
+pub(crate) const CONNECTIONS_PER_PROCESS: usize = 4;
 
-pub(crate) struct Group {
+/// The number of times that a domain's workers were woken, and its change.
+pub(crate) type Wake = (Mutex<u64>, Condvar);
+
+/// A domain with its workers.
+pub(crate) struct LiveDomain {
     pub(crate) domain: Arc<Domain>,
-    pub(crate) wake: Arc<(Mutex<u64>, Condvar)>,
+    pub(crate) wake: Arc<Wake>,
     /// Its workers end.
     pub(crate) over: Arc<AtomicBool>,
     /// Clients that are about to be added.
@@ -32,16 +49,52 @@ pub(crate) struct Group {
     pub(crate) last_busy: Instant,
 }
 
-impl Daemon {
-    /// The domain of `key`, which stays until who joins is added; made, with its workers, if there is none.
-    #[allow(clippy::type_complexity)]
-    pub(crate) fn join(self: &Arc<Daemon>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<(Mutex<u64>, Condvar)>)> {
-        let mut groups = lock(&self.groups);
-        if let Some(group) = groups.get_mut(key) {
-            group.joining += 1;
-            return Ok((group.domain.clone(), group.wake.clone()));
+/// A connected client.
+pub(crate) struct Connected {
+    pub(crate) key: DomainKey,
+    pub(crate) id: ClientId,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) connection: Arc<Connection>,
+}
+
+/// All clients that are merged live.
+pub(crate) struct LiveClients {
+    config: Config,
+    pub(crate) domains: Mutex<BTreeMap<DomainKey, LiveDomain>>,
+    pub(crate) connected: Mutex<Vec<Connected>>,
+    /// Processor time of the agents of clients that have ended. Changes while `connected` is held.
+    pub(crate) past_cpu_ns: AtomicU64,
+    /// Event counts of domains that were dropped. Changes while `domains` is held.
+    pub(crate) past: Mutex<Totals>,
+    /// Processors on which workers take steps now.
+    worker_cpus: Mutex<Vec<u64>>,
+    /// Wakes the monitor when a client connects or the daemon stops.
+    changed: Bell,
+    stopping: AtomicBool,
+}
+
+impl LiveClients {
+    pub(crate) fn new(config: Config) -> Arc<LiveClients> {
+        Arc::new(LiveClients {
+            config,
+            domains: Mutex::default(),
+            connected: Mutex::default(),
+            past_cpu_ns: AtomicU64::new(0),
+            past: Mutex::default(),
+            worker_cpus: Mutex::default(),
+            changed: Bell::new().expect("the first descriptors are there"),
+            stopping: AtomicBool::new(false),
+        })
+    }
+
+    /// The domain of `key`, made with its workers if there is none. It is not dropped before the caller calls [`add`](Self::add).
+    pub(crate) fn join(self: &Arc<LiveClients>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<Wake>)> {
+        let mut domains = lock(&self.domains);
+        if let Some(live) = domains.get_mut(key) {
+            live.joining += 1;
+            return Ok((live.domain.clone(), live.wake.clone()));
         }
-        if groups.len() >= DOMAINS_MAX {
+        if domains.len() >= DOMAINS_MAX {
             return Err(io::Error::other(format!("there are {DOMAINS_MAX} already")));
         }
         let domain = Arc::new(Domain::new(domain::Config {
@@ -56,44 +109,44 @@ impl Daemon {
         let wake = Arc::new((Mutex::new(0), Condvar::new()));
         let over = Arc::new(AtomicBool::new(false));
         for number in 0..self.config.workers.max(1) {
-            let (daemon, domain, wake, over, key) =
+            let (clients, domain, wake, over, key) =
                 (self.clone(), domain.clone(), wake.clone(), over.clone(), key.clone());
-            let work = move || daemon.work(&key, &domain, &wake, &over);
-            // One is enough.
+            let work = move || clients.work(&key, &domain, &wake, &over);
+            // One worker is enough.
             if let Err(error) = thread::Builder::new().name(format!("worker-{number}")).spawn(work)
                 && number == 0
             {
                 return Err(error);
             }
         }
-        let (of_group, last_busy) = ((domain.clone(), wake.clone()), Instant::now());
-        groups.insert(key.clone(), Group { domain, wake, over, joining: 1, last_busy });
-        Ok(of_group)
+        let (of_domain, last_busy) = ((domain.clone(), wake.clone()), Instant::now());
+        domains.insert(key.clone(), LiveDomain { domain, wake, over, joining: 1, last_busy });
+        Ok(of_domain)
     }
 
-    /// Lets go of the domain of `key` if it has had no client for `rest`: its name may never come again.
-    fn let_go(&self, key: &DomainKey, rest: Duration) {
-        let mut groups = lock(&self.groups);
-        let Some(group) = groups.get_mut(key) else { return };
-        if group.joining > 0 || !group.domain.clients().is_empty() {
-            group.last_busy = Instant::now();
-        } else if group.last_busy.elapsed() >= rest
-            // What processes that have left show of its pool is in its books alone, and counts towards its largest size.
-            && group.domain.pool().stats().lingering_bytes == 0
-            && let Some(group) = groups.remove(key)
+    /// Drops the domain of `key` if it has had no client for `idle`: its name may never come again.
+    fn retire(&self, key: &DomainKey, idle: Duration) {
+        let mut domains = lock(&self.domains);
+        let Some(live) = domains.get_mut(key) else { return };
+        if live.joining > 0 || !live.domain.clients().is_empty() {
+            live.last_busy = Instant::now();
+        } else if live.last_busy.elapsed() >= idle
+            // Only this pool accounts for its segments that processes which left still map; they count towards its largest size.
+            && live.domain.pool().stats().lingering_bytes == 0
+            && let Some(live) = domains.remove(key)
         {
-            let events = group.domain.stats().events;
+            let events = live.domain.stats().events;
             let mut past = lock(&self.past);
             past.full_scans += events.full_scans;
             past.breaks += events.breaks;
             past.pages_merged += events.pages_merged + events.pages_zeroed;
-            group.over.store(true, Ordering::Release);
-            ring(&group.wake);
+            live.over.store(true, Ordering::Release);
+            wake(&live.wake);
         }
     }
 
     /// A worker: takes steps with clients that are due.
-    fn work(&self, key: &DomainKey, domain: &Domain, wake: &(Mutex<u64>, Condvar), over: &AtomicBool) {
+    fn work(&self, key: &DomainKey, domain: &Domain, wake: &Wake, over: &AtomicBool) {
         if self.config.idle_priority {
             let _ = sched::donate_idle_time();
         }
@@ -104,11 +157,11 @@ impl Daemon {
             // For the length of a step worker and agent stay on one processor and take turns there. Left alone, the kernel
             // wakes each on the processor that rests, and waking one costs more than most requests.
             let everywhere = sched::Cpus::of_thread().ok();
-            let seat = everywhere.as_ref().and_then(|everywhere| self.take_seat(everywhere));
-            let step = domain.step_any(now, seat, &mut gone);
-            if let (Some(cpu), Some(everywhere)) = (seat, &everywhere) {
-                lock(&self.seats).retain(|taken| *taken != cpu);
-                // Who has said meanwhile where this thread may run means it.
+            let cpu = everywhere.as_ref().and_then(|everywhere| self.take_cpu(everywhere));
+            let step = domain.step_any(now, cpu, &mut gone);
+            if let (Some(cpu), Some(everywhere)) = (cpu, &everywhere) {
+                lock(&self.worker_cpus).retain(|taken| *taken != cpu);
+                // Restored only if no other process has set this thread's affinity meanwhile.
                 if sched::Cpus::of_thread().ok() == sched::Cpus::one(cpu) {
                     let _ = everywhere.bind_thread();
                 }
@@ -119,18 +172,18 @@ impl Daemon {
             match step {
                 Some(next) => {
                     if next.worked && next.due_ns <= now {
-                        // Other workers may help: what this step found may be mail for other clients.
+                        // Other workers may help: this step may have found work for other clients.
                         *lock(&wake.0) += 1;
                         wake.1.notify_one();
                     }
                 }
                 None => {
-                    self.let_go(key, DOMAIN_REST);
+                    self.retire(key, DOMAIN_IDLE);
                     let wait =
                         domain.due_ns().map_or(NAP, |due| Duration::from_nanos(due.saturating_sub(now)).min(NAP));
                     let wait = wait.max(Duration::from_micros(200));
                     let rung = lock(&wake.0);
-                    // Else something happened since we looked.
+                    // Else a client became due since this worker looked.
                     if *rung == seen {
                         let _ = wake.1.wait_timeout(rung, wait);
                     }
@@ -139,57 +192,213 @@ impl Daemon {
         }
     }
 
-    /// Binds the calling worker to the processor it is on, or to one of its own if another worker sits there.
-    fn take_seat(&self, everywhere: &sched::Cpus) -> Option<u64> {
+    /// Binds the calling worker to the processor it is on, or to another one if a worker has that already.
+    fn take_cpu(&self, everywhere: &sched::Cpus) -> Option<u64> {
         let here = sched::cpu()?;
-        let mut seats = lock(&self.seats);
-        let free = |cpu: &u64| everywhere.contains(*cpu) && !seats.contains(cpu);
+        let mut taken = lock(&self.worker_cpus);
+        let free = |cpu: &u64| everywhere.contains(*cpu) && !taken.contains(cpu);
         let cpu = std::iter::once(here).chain(0..CPUS_TRIED).find(free)?;
         sched::Cpus::one(cpu)?.bind_thread().ok()?;
-        seats.push(cpu);
+        taken.push(cpu);
         Some(cpu)
+    }
+
+    /// Notices clients that ended: their connection hangs up.
+    pub(crate) fn monitor(&self) {
+        while !self.stopping.load(Ordering::Acquire) {
+            let connections: Vec<Arc<Connection>> =
+                lock(&self.connected).iter().map(|client| client.connection.clone()).collect();
+            let mut polls: Vec<libc::pollfd> = connections
+                .iter()
+                .map(|connection| libc::pollfd { fd: connection.raw(), events: libc::POLLRDHUP, revents: 0 })
+                .chain([libc::pollfd { fd: self.changed.fd().raw(), events: libc::POLLIN, revents: 0 }])
+                .collect();
+            if fd::poll(&mut polls, -1).is_err() {
+                thread::sleep(Duration::from_millis(100));
+            }
+            if polls.last().is_some_and(|poll| poll.revents != 0) {
+                self.changed.hush();
+            }
+            for (poll, connection) in polls.iter().zip(&connections) {
+                if poll.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0 {
+                    self.forget(|client| Arc::ptr_eq(&client.connection, connection));
+                }
+            }
+        }
+    }
+
+    /// Removes the clients that `which` names, which have ended.
+    pub(crate) fn forget(&self, which: impl Fn(&Connected) -> bool) {
+        let mut out = Vec::new();
+        lock(&self.connected).retain(|client| {
+            let gone = which(client);
+            if gone {
+                // Under the lock: at any time its processor time is counted exactly once, here or in the past.
+                self.past_cpu_ns.fetch_add(client.shared.cpu_ns(), Ordering::Relaxed);
+                out.push((client.key.clone(), client.id));
+            }
+            !gone
+        });
+        for (key, id) in out {
+            let domain = lock(&self.domains).get(&key).map(|live| live.domain.clone());
+            if let Some(domain) = domain {
+                domain.remove(id);
+            }
+        }
+    }
+
+    /// True if client `id` of process `pid` is connected still.
+    pub(crate) fn is_connected(&self, pid: i32, id: ClientId) -> bool {
+        lock(&self.connected).iter().any(|client| client.shared.pid == pid && client.id == id)
+    }
+
+    /// The clients of process `pid` (one, unless it connected twice), or all.
+    pub(crate) fn clients_of(&self, pid: Option<i32>) -> Vec<(Arc<Domain>, ClientId)> {
+        let clients = self.clients_where(|own| pid.is_none_or(|pid| pid == own));
+        clients.into_iter().map(|(_, domain, id)| (domain, id)).collect()
+    }
+
+    /// The clients of the processes that `wanted` names: process, domain and id.
+    pub(crate) fn clients_where(&self, wanted: impl Fn(i32) -> bool) -> Vec<(i32, Arc<Domain>, ClientId)> {
+        let domains = lock(&self.domains);
+        lock(&self.connected)
+            .iter()
+            .filter(|client| wanted(client.shared.pid))
+            .filter_map(|client| Some((client.shared.pid, domains.get(&client.key)?.domain.clone(), client.id)))
+            .collect()
+    }
+
+    /// Adds a client of the domain that [`join`](Self::join) returned, unless its process has connected too often meanwhile.
+    pub(crate) fn add(
+        &self,
+        key: &DomainKey,
+        domain: &Domain,
+        client: MergeClient,
+        connection: Arc<Connection>,
+    ) -> bool {
+        let shared = client.shared();
+        let mut connected = lock(&self.connected);
+        let accepted = !is_connected_too_often(&connected, shared.pid);
+        if accepted {
+            let id = domain.add(Box::new(client));
+            connected.push(Connected { key: key.clone(), id, shared, connection });
+        }
+        drop(connected);
+        if let Some(live) = lock(&self.domains).get_mut(key) {
+            live.joining -= 1;
+        }
+        if accepted {
+            self.changed.ring();
+        }
+        accepted
+    }
+
+    /// Ends the workers and the monitor.
+    pub(crate) fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.changed.ring();
+    }
+
+    /// Wakes the workers of all domains.
+    pub(crate) fn wake_workers(&self) {
+        lock(&self.domains).values().for_each(|live| wake(&live.wake));
+    }
+
+    /// True if process `pid` has as many connections as it may.
+    pub(crate) fn is_connected_too_often(&self, pid: i32) -> bool {
+        is_connected_too_often(&lock(&self.connected), pid)
+    }
+
+    /// True if there is no client.
+    pub(crate) fn is_empty(&self) -> bool {
+        lock(&self.connected).is_empty()
     }
 }
 
-/// Wakes the workers of a domain; who is about to sleep sees that the number changed.
-pub(crate) fn ring(wake: &(Mutex<u64>, Condvar)) {
+fn is_connected_too_often(connected: &[Connected], pid: i32) -> bool {
+    // Processes of a pid namespace that the daemon does not see all have the number 0.
+    pid != 0 && connected.iter().filter(|client| client.shared.pid == pid).count() >= CONNECTIONS_PER_PROCESS
+}
+
+/// Wakes the workers of a domain; a worker that is about to sleep sees that the number changed.
+pub(crate) fn wake(wake: &Wake) {
     *lock(&wake.0) += 1;
     wake.1.notify_all();
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
-    use crate::service::listener::Config;
-    use crate::service::listener::tests::daemon;
+    use crate::clients::connection::tests::pair;
     use pagefold_os::PAGE_SIZE;
 
-    /// Else a domain of the same name would have the whole of its pool's largest size once more.
-    #[test]
-    fn a_domain_stays_while_somebody_shows_its_pool() {
-        let daemon = daemon();
-        let key = (0, "d".to_owned());
-        let (domain, _) = daemon.join(&key).unwrap();
-        lock(&daemon.groups).get_mut(&key).unwrap().joining -= 1;
-        let first = domain.pool().publish(&[&[1; PAGE_SIZE]]).unwrap().first;
-        // Of a process that has left, and maps it still.
-        let shown = domain.pool().segment_fd(first.segment());
-        domain.pool().close_open_segments();
-        assert!(domain.pool().release(first.segment(), |_, _| ()));
-        daemon.let_go(&key, Duration::ZERO);
-        let lingering = || daemon.status().totals.pool_lingering_bytes;
-        assert_eq!(lingering(), PAGE_SIZE as u64);
-        drop(shown);
-        daemon.let_go(&key, Duration::ZERO);
-        assert!(lingering() == 0 && lock(&daemon.groups).is_empty());
-        daemon.end();
+    pub(crate) fn clients() -> Arc<LiveClients> {
+        LiveClients::new(Config { pool_max_bytes: 64 << 20, ..Config::default() })
+    }
+
+    pub(crate) fn connected(pid: i32) -> Connected {
+        let (socket, _) = pair();
+        Connected {
+            key: (0, "d".into()),
+            id: 1,
+            shared: Arc::new(Shared::of(pid)),
+            connection: Arc::new(socket.into()),
+        }
+    }
+
+    impl LiveClients {
+        /// Has `client` in the list, and not in its domain.
+        pub(crate) fn list(self: &Arc<LiveClients>, client: Connected) {
+            self.join(&client.key).unwrap();
+            lock(&self.connected).push(client);
+        }
+
+        /// Ends the workers of a daemon that never ran.
+        pub(crate) fn end(&self) {
+            self.stop();
+            lock(&self.domains).values().for_each(|live| live.over.store(true, Ordering::Release));
+            self.wake_workers();
+        }
+
+        fn lingering_bytes(&self) -> u64 {
+            lock(&self.domains).values().map(|live| live.domain.pool().stats().lingering_bytes).sum()
+        }
     }
 
     #[test]
-    fn a_domain_that_nobody_comes_back_to_is_let_go() {
-        let dir = tempfile::tempdir().unwrap();
-        let daemon = Daemon::new(Config {
-            socket: dir.path().join("s"),
+    fn the_number_of_domains_is_bounded() {
+        let clients = clients();
+        for number in 0..DOMAINS_MAX {
+            clients.join(&(0, number.to_string())).unwrap();
+        }
+        assert!(clients.join(&(0, "one more".into())).is_err());
+        assert!(clients.join(&(0, "7".into())).is_ok(), "it is there already");
+        clients.end();
+    }
+
+    /// Else a domain of the same name would have the whole of its pool's largest size once more.
+    #[test]
+    fn a_domain_stays_while_a_process_still_maps_its_pool() {
+        let clients = clients();
+        let key = (0, "d".to_owned());
+        let (domain, _) = clients.join(&key).unwrap();
+        lock(&clients.domains).get_mut(&key).unwrap().joining -= 1;
+        let first = domain.pool().publish(&[&[1; PAGE_SIZE]]).unwrap().first;
+        // Of a process that has left, and still maps it.
+        let shown = domain.pool().segment_fd(first.segment());
+        domain.pool().close_open_segments();
+        assert!(domain.pool().release(first.segment(), |_, _| ()));
+        clients.retire(&key, Duration::ZERO);
+        assert_eq!(clients.lingering_bytes(), PAGE_SIZE as u64);
+        drop(shown);
+        clients.retire(&key, Duration::ZERO);
+        assert!(lock(&clients.domains).is_empty());
+        clients.end();
+    }
+
+    #[test]
+    fn a_domain_without_clients_is_dropped_after_a_while() {
+        let clients = LiveClients::new(Config {
             workers: 3,
             period: Duration::from_millis(10),
             pool_max_bytes: 64 << 20,
@@ -197,17 +406,17 @@ mod tests {
             ..Config::default()
         });
         let key = (0, "sandbox".to_owned());
-        let (domain, _) = daemon.join(&key).unwrap();
-        daemon.let_go(&key, Duration::ZERO);
-        assert_eq!(lock(&daemon.groups).len(), 1, "somebody joins");
-        lock(&daemon.groups).get_mut(&key).unwrap().joining -= 1;
-        daemon.let_go(&key, Duration::from_secs(3600));
-        assert_eq!(lock(&daemon.groups).len(), 1, "it rests first");
+        let (domain, _) = clients.join(&key).unwrap();
+        clients.retire(&key, Duration::ZERO);
+        assert_eq!(lock(&clients.domains).len(), 1, "a client is joining");
+        lock(&clients.domains).get_mut(&key).unwrap().joining -= 1;
+        clients.retire(&key, Duration::from_secs(3600));
+        assert_eq!(lock(&clients.domains).len(), 1, "it is kept for a while");
         let worked = Arc::downgrade(&domain);
         drop(domain);
-        daemon.let_go(&key, Duration::ZERO);
-        assert_eq!(lock(&daemon.groups).len(), 0);
-        // Its workers end, and all that it held goes.
+        clients.retire(&key, Duration::ZERO);
+        assert_eq!(lock(&clients.domains).len(), 0);
+        // Its workers end, and all that it held is freed.
         for _ in 0..1000 {
             if worked.upgrade().is_none() {
                 return;

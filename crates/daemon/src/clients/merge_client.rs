@@ -6,13 +6,15 @@
 //! fingerprinted. A client that does not answer in time, or answers what
 //! cannot be, is gone.
 
-use crate::clients::connection::Peer;
+use crate::clients::agent_time::note_cpu_ns;
+use crate::clients::connection::Connection;
+use crate::clients::handshake::{GreetError, receive_ready};
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, sched, sock};
 use pagefold_pool::Pool;
 use pagefold_protocol::channel::{Channel, Counters};
-use pagefold_protocol::handshake::{receive, send_welcome};
+use pagefold_protocol::handshake::send_welcome;
 use pagefold_protocol::message::{
     self, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST,
 };
@@ -35,7 +37,7 @@ const UNSURE: u64 = 0;
 /// Regions of a pagemap scan that one call returns at most.
 const SCAN_REGIONS: usize = 4096;
 
-/// What the daemon shows of a link while a worker has it in hand.
+/// What the daemon reads of a client while a worker holds it.
 #[derive(Debug)]
 pub struct Shared {
     /// Process id.
@@ -47,14 +49,6 @@ pub struct Shared {
     channel: Channel,
     /// The most that was known of its agent's processor time.
     cpu_ns: AtomicU64,
-}
-
-/// Takes note of the processor time that the agent of `pid` says it took, in `known`, and returns what is known: it cannot be
-/// more than the process took in all.
-pub(crate) fn note_cpu_ns(known: &AtomicU64, pid: i32, said: u64) -> u64 {
-    // Of who is gone, or cannot be seen from here, the kernel tells nothing.
-    let now = said.min(pagefold_os::procfs::cpu_ns(pid).unwrap_or(0));
-    known.fetch_max(now, Ordering::Relaxed).max(now)
 }
 
 impl Shared {
@@ -77,8 +71,8 @@ impl Shared {
 }
 
 /// A client process.
-pub struct Link {
-    socket: Arc<Peer>,
+pub struct MergeClient {
+    socket: Arc<Connection>,
     pagemap: Fd,
     shared: Arc<Shared>,
     sequence: u64,
@@ -94,64 +88,17 @@ pub struct Link {
     away: bool,
 }
 
-/// Why a greeting came to nothing.
-#[derive(Debug, thiserror::Error)]
-pub enum GreetError {
-    /// The kernel refused something on our side.
-    #[error("{0}")]
-    System(pagefold_os::Errno),
-    /// The client cannot be managed; the error is its own.
-    #[error("the client's kernel refused userfaultfd: {0}; see pagefold doctor")]
-    ClientCannot(pagefold_os::Errno),
-    /// The client said something that is no part of the protocol.
-    #[error("not a greeting of this version")]
-    Protocol,
-    /// We have no number for what the client sent.
-    #[error("the daemon has no descriptor left for it: raise its LimitNOFILE=, or ulimit -n")]
-    NoDescriptor,
-    /// The client has ended, or will greet again.
-    #[error("it hung up")]
-    HungUp,
-    /// The cold tier does not take it.
-    #[error("{0}")]
-    Cold(String),
-}
-
-impl From<pagefold_os::Errno> for GreetError {
-    fn from(errno: pagefold_os::Errno) -> GreetError {
-        match errno.0 {
-            libc::EPIPE | libc::ECONNRESET => GreetError::HungUp,
-            _ => GreetError::System(errno),
-        }
-    }
-}
-
-/// What the client says to its welcome, with its descriptors.
-pub(crate) fn receive_ready(socket: &Fd) -> Result<(Packet, sock::Fds), GreetError> {
-    let (ready, fds) = receive(socket, Op::Ready).map_err(|errno| match errno.0 {
-        libc::EPROTO => GreetError::Protocol,
-        _ => errno.into(),
-    })?;
-    if fds.is_cut() {
-        return Err(GreetError::NoDescriptor);
-    }
-    if ready.status != 0 {
-        return Err(GreetError::ClientCannot(pagefold_os::Errno(ready.status)));
-    }
-    Ok((ready, fds))
-}
-
-impl Link {
+impl MergeClient {
     /// Answers the greeting `hello` that came with `fds` and makes the link.
     ///
     /// # Errors
     /// [`GreetError`].
     pub fn greet(
-        socket: Arc<Peer>,
+        socket: Arc<Connection>,
         hello: &Packet,
         mut fds: sock::Fds,
         device: Option<&Fd>,
-    ) -> Result<Link, GreetError> {
+    ) -> Result<MergeClient, GreetError> {
         let cred = sock::peer(&socket)?;
         let pagemap = fds.take(0).filter(pagemap::is_one).ok_or(GreetError::Protocol)?;
         let channel = Channel::create(c"pagefold-channel")?;
@@ -159,7 +106,7 @@ impl Link {
         send_welcome(&socket, &channel, device)?;
         receive_ready(&socket)?;
         let name = pagefold_os::procfs::name(cred.pid).unwrap_or_else(|| "?".into());
-        Ok(Link {
+        Ok(MergeClient {
             socket,
             pagemap,
             shared: Arc::new(Shared { pid: cred.pid, uid: cred.uid, name, channel, cpu_ns: AtomicU64::new(0) }),
@@ -299,14 +246,14 @@ impl Link {
     }
 }
 
-/// Whether `target`, an open file, is something whose driver may hold pages of the process. Disks are told by `O_DIRECT`.
+/// True if `target`, an open file, is a device with a driver that may pin pages of the process. Disks show by `O_DIRECT`.
 fn is_device_that_may_pin(target: &str) -> bool {
     use std::os::unix::fs::FileTypeExt;
     let block = || fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
     pagefold_protocol::pinning_devices::may_pin_pages(target.as_bytes()) && !block()
 }
 
-impl Client for Link {
+impl Client for MergeClient {
     fn generation(&mut self) -> u64 {
         self.shared.counters().generation.load(Ordering::Acquire)
     }
@@ -426,7 +373,7 @@ impl Client for Link {
                     if *places.entry(place).or_insert(id) != id {
                         break;
                     }
-                    // Whoever asks for it shares a slot of it: it stays what it is until we are done.
+                    // The caller holds a slot of it, so it stays the same segment until this call returns.
                     let Some(inode) = pool.segment_inode(id) else { break };
                     if self.held[place] != (id, inode) && !ids.contains(&(id, inode)) {
                         if ids.len() == SEGMENTS_PER_REQUEST {
@@ -544,9 +491,9 @@ impl Client for Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for MergeClient {
     fn drop(&mut self) {
-        // Wakes who waits for the other end.
+        // Wakes the threads that wait for the other end.
         self.socket.shut();
     }
 }
@@ -554,13 +501,13 @@ impl Drop for Link {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clients::connection::tests::serves_who_sends_what_is_slow_to_close;
+    use crate::clients::connection::tests::does_not_wait_for_files_that_are_slow_to_close;
 
     #[test]
-    fn who_sends_what_is_slow_to_close_is_gone_at_once() {
+    fn a_client_that_sends_files_that_are_slow_to_close_is_gone_without_a_wait() {
         let packet = Packet { sequence: 1, ..Packet::new(Op::Regions) };
-        serves_who_sends_what_is_slow_to_close(packet.bytes(), |peer| {
-            let mut link = Link {
+        does_not_wait_for_files_that_are_slow_to_close(packet.bytes(), |peer| {
+            let mut link = MergeClient {
                 socket: Arc::new(peer),
                 pagemap: Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).expect("our own"),
                 shared: Arc::new(Shared::of(0)),

@@ -1,5 +1,8 @@
 //! Clients that are merged live: their connections, their domains and the domains' workers.
 
+pub(crate) mod agent_time;
 pub(crate) mod connection;
 pub(crate) mod domains;
-pub mod merge_client;
+pub(crate) mod handshake;
+pub(crate) mod merge_client;
+pub(crate) mod refusals;

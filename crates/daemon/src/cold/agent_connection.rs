@@ -3,7 +3,7 @@
 //! Nothing that stands in the channel is believed: pages are copied before they are stored, and whether a page left the
 //! client is read from the table, under the pact.
 
-use crate::clients::connection::Peer;
+use crate::clients::connection::Connection;
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched, sock};
 use pagefold_protocol::channel::Channel;
 use pagefold_protocol::message::{EVICT_BUSY, EvictEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet, RegionEntry};
@@ -22,8 +22,8 @@ const REGIONS_MAX: usize = 1 << 20;
 pub(crate) struct Gone;
 
 /// A connection to an agent.
-pub(crate) struct ColdLink {
-    pub socket: Arc<Peer>,
+pub(crate) struct AgentConnection {
+    pub socket: Arc<Connection>,
     channel: Arc<Channel>,
     /// Places of the channel, from the first on, whose memory is there.
     room: usize,
@@ -31,11 +31,11 @@ pub(crate) struct ColdLink {
     pub agent_cpu_ns: u64,
 }
 
-impl ColdLink {
-    pub(crate) fn new(socket: Arc<Peer>) -> Result<ColdLink, Errno> {
+impl AgentConnection {
+    pub(crate) fn new(socket: Arc<Connection>) -> Result<AgentConnection, Errno> {
         let channel = Arc::new(Channel::create(c"pagefold-cold-channel")?);
         sock::set_timeout(&socket, ANSWER_MS_MAX)?;
-        Ok(ColdLink { socket, channel, room: 0, sequence: 0, agent_cpu_ns: 0 })
+        Ok(AgentConnection { socket, channel, room: 0, sequence: 0, agent_cpu_ns: 0 })
     }
 
     /// Where the pages lie that were copied last.

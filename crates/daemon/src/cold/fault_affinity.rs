@@ -2,8 +2,8 @@
 //!
 //! A fault is two switches between threads. Where processors rest, they are cheapest if the thread that serves stays on
 //! one of its own and looks for more before it sleeps. Where none rests, each of the two would wait there for its turn
-//! beside others, tens of microseconds and now and then milliseconds. On the processor of the thread that waits it has
-//! to wait for nobody: that one gives its place up at the very moment, and gets it back at once.
+//! beside others, tens of microseconds and now and then milliseconds. On the processor of the faulting thread it
+//! does not wait: that thread gives the processor up at this very moment, and gets it back right after.
 //!
 //! So the thread *follows* when the two of them were seen to wait for processors, and no longer when the other thread
 //! moves on although it was followed: it is moved to a processor that rests.
@@ -30,7 +30,7 @@ const PAUSE_MAX: u32 = 256;
 
 /// What /proc tells about the thread that faulted last.
 #[derive(Debug)]
-struct Other {
+struct FaultingThread {
     thread: i32,
     stat: File,
     schedstat: File,
@@ -38,7 +38,7 @@ struct Other {
 
 /// What was seen at a look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Seen {
+struct Sample {
     /// Faults since the last one.
     faults: u32,
     /// Nanoseconds that both threads waited for processors meanwhile.
@@ -49,7 +49,7 @@ struct Seen {
 
 /// Whether to follow, from what is seen.
 #[derive(Debug, Default)]
-struct Choice {
+struct FollowState {
     /// The processor where the thread that is followed was.
     at: Option<u64>,
     /// Looks that said so in a row; or of this trial.
@@ -60,8 +60,8 @@ struct Choice {
     next_pause: u32,
 }
 
-impl Choice {
-    fn look(&mut self, seen: Seen) {
+impl FollowState {
+    fn look(&mut self, seen: Sample) {
         match self.at {
             None if self.pause > 0 => self.pause -= 1,
             None => {
@@ -88,43 +88,43 @@ impl Choice {
     }
 
     fn begin(&mut self, at: Option<u64>) {
-        *self = Choice { at, looks: 0, moves: 0, ..*self };
+        *self = FollowState { at, looks: 0, moves: 0, ..*self };
     }
 }
 
-/// The place of the thread that serves a client.
+/// Where the thread that serves a client runs.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct FaultAffinity {
     client: i32,
     /// Where the thread may run.
     cpus: Cpus,
     own_schedstat: Option<File>,
-    other: Option<Other>,
-    choice: Choice,
+    faulting: Option<FaultingThread>,
+    state: FollowState,
     looked_ns: u64,
     faults: u32,
     /// What both had waited in all at the last look.
     waited_ns: u64,
 }
 
-impl Place {
+impl FaultAffinity {
     /// Of the calling thread, which serves process `client`.
-    pub fn new(client: i32) -> Place {
-        Place {
+    pub fn new(client: i32) -> FaultAffinity {
+        FaultAffinity {
             client,
             cpus: Cpus::of_thread().unwrap_or(Cpus::NONE),
             own_schedstat: File::open("/proc/thread-self/schedstat").ok(),
-            other: None,
-            choice: Choice::default(),
+            faulting: None,
+            state: FollowState::default(),
             looked_ns: 0,
             faults: 0,
             waited_ns: 0,
         }
     }
 
-    /// True while the thread is on the processor of whom it serves, who can go on only when it sleeps.
+    /// True while the fault thread is on the processor of the thread that it serves, which can go on only when it sleeps.
     pub fn follows(&self) -> bool {
-        self.choice.at.is_some()
+        self.state.at.is_some()
     }
 
     /// `faults` were served by `now` (monotonic nanoseconds), the last one of `thread`.
@@ -134,22 +134,22 @@ impl Place {
             return;
         }
         self.looked_ns = now;
-        let before = self.choice.at;
+        let before = self.state.at;
         match self.see(thread) {
-            Some(seen) => self.choice.look(seen),
-            None => self.choice = Choice::default(),
+            Some(seen) => self.state.look(seen),
+            None => self.state = FollowState::default(),
         }
         self.faults = 0;
-        if self.choice.at != before {
+        if self.state.at != before {
             self.go(before);
         }
     }
 
-    /// Nobody faults: what was seen is of the past.
+    /// No thread faults: earlier samples say nothing about the next faults.
     pub fn rest(&mut self) {
         if self.follows() {
-            let before = self.choice.at;
-            self.choice = Choice::default();
+            let before = self.state.at;
+            self.state = FollowState::default();
             self.go(before);
         }
     }
@@ -158,35 +158,35 @@ impl Place {
     fn go(&mut self, before: Option<u64>) {
         let Ok(now) = Cpus::of_thread() else { return };
         if before.and_then(Cpus::one) != Some(now) {
-            // Who has said meanwhile where the thread may run means it.
+            // Another process has set this thread's affinity meanwhile: that holds.
             self.cpus = now;
         }
-        let there = self.choice.at.filter(|cpu| self.cpus.contains(*cpu)).and_then(Cpus::one);
+        let there = self.state.at.filter(|cpu| self.cpus.contains(*cpu)).and_then(Cpus::one);
         let _ = there.unwrap_or(self.cpus).bind_thread();
     }
 
     /// Looks; `None` if there is nothing to compare with, or to see: a thread of another namespace has another number.
-    fn see(&mut self, thread: i32) -> Option<Seen> {
-        if self.other.as_ref().is_none_or(|other| other.thread != thread) {
+    fn see(&mut self, thread: i32) -> Option<Sample> {
+        if self.faulting.as_ref().is_none_or(|other| other.thread != thread) {
             let open = |name| File::open(format!("/proc/{}/task/{thread}/{name}", self.client)).ok();
-            self.other = None;
-            self.other = Some(Other { thread, stat: open("stat")?, schedstat: open("schedstat")? });
+            self.faulting = None;
+            self.faulting = Some(FaultingThread { thread, stat: open("stat")?, schedstat: open("schedstat")? });
             self.waited_ns = self.waited()?;
             // The next look will have something to compare with.
             self.faults = 0;
         }
         let waited_ns = self.waited()?;
-        let seen = Seen {
+        let seen = Sample {
             faults: self.faults,
             waited_ns: waited_ns.saturating_sub(self.waited_ns),
-            cpu: processor(&self.other.as_ref()?.stat)?,
+            cpu: processor(&self.faulting.as_ref()?.stat)?,
         };
         self.waited_ns = waited_ns;
         Some(seen)
     }
 
     fn waited(&self) -> Option<u64> {
-        Some(waited_ns(self.own_schedstat.as_ref()?)? + waited_ns(&self.other.as_ref()?.schedstat)?)
+        Some(waited_ns(self.own_schedstat.as_ref()?)? + waited_ns(&self.faulting.as_ref()?.schedstat)?)
     }
 }
 
@@ -210,16 +210,16 @@ mod tests {
     use super::*;
     use pagefold_os::sched;
 
-    fn seen(waited_ns: u64, cpu: u64) -> Seen {
-        Seen { faults: 100, waited_ns, cpu }
+    fn seen(waited_ns: u64, cpu: u64) -> Sample {
+        Sample { faults: 100, waited_ns, cpu }
     }
 
     #[test]
     fn it_follows_where_both_wait_for_processors() {
-        let mut choice = Choice::default();
+        let mut choice = FollowState::default();
         choice.look(seen(100 * WAITED_NS, 1));
         assert_eq!(choice.at, None, "short waits are no reason");
-        choice.look(Seen { faults: FAULTS - 1, ..seen(u64::MAX, 1) });
+        choice.look(Sample { faults: FAULTS - 1, ..seen(u64::MAX, 1) });
         assert_eq!(choice.at, None, "a few faults are none");
         for waited in [101 * WAITED_NS, 0, 101 * WAITED_NS] {
             choice.look(seen(waited, 1));
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn it_stays_where_the_other_runs_away_and_tries_ever_more_rarely() {
-        let mut choice = Choice::default();
+        let mut choice = FollowState::default();
         let mut pauses = Vec::new();
         let mut pause = 0;
         for look in 0..10_000 {
@@ -261,9 +261,9 @@ mod tests {
         };
         std::thread::spawn(move || {
             let [first, second] = [first, second].map(|cpu| (cpu, Cpus::one(cpu).expect("a processor")));
-            let mut place = Place::new(std::process::id() as i32);
-            let go = |place: &mut Place, to: Option<(u64, Cpus)>| {
-                let before = core::mem::replace(&mut place.choice.at, to.map(|(cpu, _)| cpu));
+            let mut place = FaultAffinity::new(std::process::id() as i32);
+            let go = |place: &mut FaultAffinity, to: Option<(u64, Cpus)>| {
+                let before = core::mem::replace(&mut place.state.at, to.map(|(cpu, _)| cpu));
                 place.go(before);
                 Cpus::of_thread().expect("a set")
             };
@@ -284,9 +284,9 @@ mod tests {
         let here = Cpus::of_thread().expect("a set").iter().last().expect("a processor");
         std::thread::spawn(move || {
             Cpus::one(here).expect("a processor").bind_thread().expect("allowed");
-            let mut place = Place::new(std::process::id() as i32);
+            let mut place = FaultAffinity::new(std::process::id() as i32);
             let seen = place.see(sched::thread()).expect("this thread");
-            assert_eq!(seen, Seen { faults: 0, waited_ns: seen.waited_ns, cpu: here });
+            assert_eq!(seen, Sample { faults: 0, waited_ns: seen.waited_ns, cpu: here });
             assert_eq!(place.see(0), None, "no such thread");
         })
         .join()

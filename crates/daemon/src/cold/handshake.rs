@@ -3,13 +3,19 @@
 //! Nothing that it hands over is believed before it was looked at. Its descriptors are with the keeper, and its thread
 //! runs, before the answer lets its first page go out; who cannot be kept or served is refused, and keeps its memory.
 
-use crate::clients::connection::Peer;
-use crate::clients::merge_client::{GreetError, receive_ready};
-use crate::cold::agent_connection::ColdLink;
-use crate::cold::client::{Client, Handed, Identity};
-use crate::cold::{Cold, Group, Whom, random, threads};
+use super::agent_connection::AgentConnection;
+use super::client::{Client, ClientDescriptors, Identity};
+use super::group::Group;
+use super::handover::deposit::deposit_client;
+use super::handover::keeper::ensure_keeper;
+use super::random_id::random_id;
+use super::selector::ClientSelector;
+use super::threads;
+use super::tiers::Tiers;
+use crate::clients::connection::Connection;
+use crate::clients::handshake::{GreetError, receive_ready};
+use crate::domain_key::DomainKey;
 use crate::memory_limits::{self, CLIENT_BYTES};
-use crate::service::listener::DomainKey;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::{self, Uffd};
@@ -23,158 +29,156 @@ use std::sync::atomic::Ordering;
 /// costs a thread.
 const CLIENTS_PER_PROCESS: usize = 8;
 
-impl Cold {
-    /// Greets an agent: see `agent::cold::connect` for the other half.
-    ///
-    /// # Errors
-    /// [`GreetError`].
-    pub(crate) fn greet(
-        &self,
-        socket: Fd,
-        hello: &Packet,
-        mut fds: sock::Fds,
-        device: Option<&Fd>,
-        key: DomainKey,
-    ) -> Result<(), GreetError> {
-        let cred = sock::peer(&socket)?;
-        let pagemap = fds.take(0).filter(pagemap::is_one).ok_or(GreetError::Protocol)?;
-        if self.closing.load(Ordering::SeqCst) {
-            return Err(GreetError::Cold("the daemon stops".into()));
-        }
-        self.ensure_keeper();
-        let socket = Arc::new(Peer::from(socket));
-        let link = ColdLink::new(socket.clone())?;
-        send_welcome(&socket, link.channel(), device)?;
-        let (ready, mut fds) = receive_ready(&socket)?;
-        let (Some(uffd), Some(table)) = (fds.take(0), fds.take(1)) else {
-            return Err(GreetError::Protocol);
-        };
-        let handed = Handed { uffd: Uffd::from_fd(uffd), table, pagemap };
-        let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
-        // Not for whoever names one and goes.
-        let group = self.group(&key, hello.count).map_err(GreetError::Cold)?;
-        let result = self.attach(&group, who, handed, link, &ready, hello);
-        result.map_err(|errno| {
-            match sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdStart) }.bytes(), &[]) {
-                Err(Errno(libc::EPIPE | libc::ECONNRESET)) => GreetError::HungUp,
-                _ => GreetError::Cold(format!("the cold tier cannot serve it: {errno}")),
-            }
-        })
+/// Greets an agent: see `agent::cold::connect` for the other half.
+///
+/// # Errors
+/// [`GreetError`].
+pub(crate) fn greet(
+    tiers: &Tiers,
+    socket: Fd,
+    hello: &Packet,
+    mut fds: sock::Fds,
+    device: Option<&Fd>,
+    key: DomainKey,
+) -> Result<(), GreetError> {
+    let cred = sock::peer(&socket)?;
+    let pagemap = fds.take(0).filter(pagemap::is_one).ok_or(GreetError::Protocol)?;
+    if tiers.closing.load(Ordering::SeqCst) {
+        return Err(GreetError::Cold("the daemon stops".into()));
     }
+    ensure_keeper(tiers);
+    let socket = Arc::new(Connection::from(socket));
+    let link = AgentConnection::new(socket.clone())?;
+    send_welcome(&socket, link.channel(), device)?;
+    let (ready, mut fds) = receive_ready(&socket)?;
+    let (Some(uffd), Some(table)) = (fds.take(0), fds.take(1)) else {
+        return Err(GreetError::Protocol);
+    };
+    let handed = ClientDescriptors { uffd: Uffd::from_fd(uffd), table, pagemap };
+    let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
+    // Not for whoever names one and goes.
+    let group = tiers.group(&key, hello.count).map_err(GreetError::Cold)?;
+    let result = attach(tiers, &group, who, handed, link, &ready, hello);
+    result.map_err(|errno| {
+        match sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdStart) }.bytes(), &[]) {
+            Err(Errno(libc::EPIPE | libc::ECONNRESET)) => GreetError::HungUp,
+            _ => GreetError::Cold(format!("the cold tier cannot serve it: {errno}")),
+        }
+    })
+}
 
-    /// Makes a client of what was handed over, or finds the one that it is.
-    fn attach(
-        &self,
-        group: &Arc<Group>,
-        who: Identity,
-        handed: Handed,
-        link: ColdLink,
-        ready: &Packet,
-        hello: &Packet,
-    ) -> Result<(), Errno> {
-        // A descriptor that nobody has enabled.
-        let bare = ready.a == 1;
-        let uffd = &handed.uffd;
-        // Else its thread would look for events where none can be, and never hear that the client has ended.
-        if !uffd.is_one() {
-            return Err(Errno(libc::EPROTO));
-        }
-        if bare {
-            let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
-                | uffd::FEATURE_WP_ASYNC
-                | uffd::FEATURE_MOVE
-                | uffd::FEATURE_POISON
-                | uffd::FEATURE_THREAD_ID
-                | uffd::FEATURE_EVENT_REMOVE
-                | uffd::FEATURE_EVENT_UNMAP
-                | uffd::FEATURE_EVENT_REMAP;
-            // Forks by calls that the agent does not see are known only to the privileged.
-            if uffd.enable(features | uffd::FEATURE_EVENT_FORK).is_err() {
-                uffd.enable(features)?;
-            }
-        }
-        let mut new = Client::new(who, handed, group.hand.clone(), group.orphans.clone())?;
-        let head = new.table.head();
-        let (region, token, arena) = (
-            head.client_id.load(Ordering::Acquire),
-            head.token.load(Ordering::Relaxed),
-            head.arena.load(Ordering::Relaxed),
-        );
-        let known = lock(&group.clients).get(&(region as u32)).cloned();
-        let known = known.filter(|client| {
-            arena == group.id
-                && client.token == token
-                && client.uid == who.uid
-                && same_file(&client.table_fd, &new.table_fd)
-        });
-        let known = match known {
-            // Its agent never heard that it was a client, and watches nothing with the descriptor of then.
-            Some(client) if bare => {
-                group.remove(client.region);
-                None
-            }
-            known => known,
-        };
-        // Who comes with pages out is served all the same.
-        if bare && memory_limits::own().free_apart(&new.room) < CLIENT_BYTES {
-            return Err(Errno(libc::ENOMEM));
-        }
-        // Whoever is in a namespace that we do not see has no number.
-        if bare && who.pid > 0 && self.clients_of(&Whom::Pid(who.pid)).len() >= CLIENTS_PER_PROCESS {
-            return Err(Errno(libc::EUSERS));
-        }
-        let client = match known {
-            Some(client) => client,
-            None => {
-                // Of another tier, which is gone, or of a daemon that never was: what is out is lost.
-                let _ = head.owner.compare_exchange(2, 0, Ordering::AcqRel, Ordering::Relaxed);
-                head.end_move();
-                if head.evicted.load(Ordering::Relaxed) > 0 && new.take_pact(1_000_000) {
-                    let lost = pagefold_protocol::residency_map::poison_evicted(&new.uffd, &new.table);
-                    new.table.unlock();
-                    eprintln!("pagefold: {} ({}): {lost} pages died with an earlier tier", new.name, new.pid);
-                }
-                let region = group.next_region.fetch_add(1, Ordering::Relaxed);
-                (new.region, new.token) = (region, random());
-                let client = Arc::new(new);
-                // Before the first page goes out; known first, as above.
-                let mut clients = lock(&group.clients);
-                if group.is_over() {
-                    // This took longer than a tier without clients is kept.
-                    return Err(Errno(libc::EAGAIN));
-                }
-                clients.insert(region, client.clone());
-                drop(clients);
-                head.token.store(client.token, Ordering::Relaxed);
-                head.arena.store(group.id, Ordering::Relaxed);
-                head.client_id.store(u64::from(region), Ordering::Release);
-                let kept = lock(&self.keeper).as_ref().map_or(Ok(()), |keeper| group.deposit(keeper, &client));
-                if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
-                    // It keeps its memory, and may ask again.
-                    head.client_id.store(0, Ordering::Release);
-                    group.remove(region);
-                    return Err(Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)));
-                }
-                client
-            }
-        };
-        // Once: one whose connection broke tells the same daemon what it takes all in all.
-        client.cpu_before_ns.get_or_init(|| ready.b);
-        client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
-        client.leased.store(hello.a & HELLO_LENT != 0, Ordering::Relaxed);
-        // A link that broke is given up by whoever holds it.
-        let mut held = lock(&client.link);
-        if !client.reconcile(&group.tier) {
-            return Err(Errno(libc::ETIMEDOUT));
-        }
-        // While we hold the link: the answer to the greeting comes before any request of the pump's.
-        let go = Packet { a: u64::from(head_epoch(&client)), ..Packet::new(Op::ColdStart) };
-        sock::send(&link.socket, go.bytes(), &[])?;
-        *lock(&client.socket) = Some(link.socket.clone());
-        *held = Some(link);
-        group.ring();
-        Ok(())
+/// Makes a client of what was handed over, or finds the one that it is.
+fn attach(
+    tiers: &Tiers,
+    group: &Arc<Group>,
+    who: Identity,
+    handed: ClientDescriptors,
+    link: AgentConnection,
+    ready: &Packet,
+    hello: &Packet,
+) -> Result<(), Errno> {
+    // A descriptor that nobody has enabled.
+    let bare = ready.a == 1;
+    let uffd = &handed.uffd;
+    // Else its thread would look for events where none can be, and never hear that the client has ended.
+    if !uffd.is_one() {
+        return Err(Errno(libc::EPROTO));
     }
+    if bare {
+        let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
+            | uffd::FEATURE_WP_ASYNC
+            | uffd::FEATURE_MOVE
+            | uffd::FEATURE_POISON
+            | uffd::FEATURE_THREAD_ID
+            | uffd::FEATURE_EVENT_REMOVE
+            | uffd::FEATURE_EVENT_UNMAP
+            | uffd::FEATURE_EVENT_REMAP;
+        // Forks by calls that the agent does not see are known only to the privileged.
+        if uffd.enable(features | uffd::FEATURE_EVENT_FORK).is_err() {
+            uffd.enable(features)?;
+        }
+    }
+    let mut new = Client::new(who, handed, group.prefetcher.clone(), group.pending_children.clone())?;
+    let head = new.table.head();
+    let (region, token, arena) = (
+        head.client_id.load(Ordering::Acquire),
+        head.token.load(Ordering::Relaxed),
+        head.arena.load(Ordering::Relaxed),
+    );
+    let known = lock(&group.clients).get(&(region as u32)).cloned();
+    let known = known.filter(|client| {
+        arena == group.id
+            && client.token == token
+            && client.uid == who.uid
+            && same_file(&client.table_fd, &new.table_fd)
+    });
+    let known = match known {
+        // Its agent never heard that it was a client, and watches nothing with the descriptor of then.
+        Some(client) if bare => {
+            group.remove(client.region);
+            None
+        }
+        known => known,
+    };
+    // Who comes with pages out is served all the same.
+    if bare && memory_limits::own().free_apart(&new.limits) < CLIENT_BYTES {
+        return Err(Errno(libc::ENOMEM));
+    }
+    // Whoever is in a namespace that we do not see has no number.
+    if bare && who.pid > 0 && tiers.clients_of(&ClientSelector::Pid(who.pid)).len() >= CLIENTS_PER_PROCESS {
+        return Err(Errno(libc::EUSERS));
+    }
+    let client = match known {
+        Some(client) => client,
+        None => {
+            // Of another tier, which is gone, or of a daemon that never was: what is out is lost.
+            let _ = head.owner.compare_exchange(2, 0, Ordering::AcqRel, Ordering::Relaxed);
+            head.end_move();
+            if head.evicted.load(Ordering::Relaxed) > 0 && new.take_pact(1_000_000) {
+                let lost = pagefold_protocol::residency_map::poison_evicted(&new.uffd, &new.table);
+                new.table.unlock();
+                eprintln!("pagefold: {} ({}): {lost} pages died with an earlier tier", new.name, new.pid);
+            }
+            let region = group.next_region.fetch_add(1, Ordering::Relaxed);
+            (new.region, new.token) = (region, random_id());
+            let client = Arc::new(new);
+            // Before the first page goes out; known first, as above.
+            let mut clients = lock(&group.clients);
+            if group.is_over() {
+                // This took longer than a tier without clients is kept.
+                return Err(Errno(libc::EAGAIN));
+            }
+            clients.insert(region, client.clone());
+            drop(clients);
+            head.token.store(client.token, Ordering::Relaxed);
+            head.arena.store(group.id, Ordering::Relaxed);
+            head.client_id.store(u64::from(region), Ordering::Release);
+            let kept = lock(&tiers.keeper).as_ref().map_or(Ok(()), |keeper| deposit_client(group, keeper, &client));
+            if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
+                // It keeps its memory, and may ask again.
+                head.client_id.store(0, Ordering::Release);
+                group.remove(region);
+                return Err(Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)));
+            }
+            client
+        }
+    };
+    // Once: one whose connection broke tells the same daemon what it takes all in all.
+    client.cpu_before_ns.get_or_init(|| ready.b);
+    client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
+    client.leased.store(hello.a & HELLO_LENT != 0, Ordering::Relaxed);
+    // A link that broke is given up by whoever holds it.
+    let mut held = lock(&client.link);
+    if !client.reconcile(&group.tier) {
+        return Err(Errno(libc::ETIMEDOUT));
+    }
+    // While we hold the link: the answer to the greeting comes before any request of the pump's.
+    let go = Packet { a: u64::from(head_epoch(&client)), ..Packet::new(Op::ColdStart) };
+    sock::send(&link.socket, go.bytes(), &[])?;
+    *lock(&client.socket) = Some(link.socket.clone());
+    *held = Some(link);
+    group.ring();
+    Ok(())
 }
 
 fn head_epoch(client: &Client) -> u32 {
@@ -190,6 +194,7 @@ fn same_file(a: &Fd, b: &Fd) -> bool {
 mod tests {
     use super::*;
     use crate::cold::handover::keeper::tests::with_keeper;
+    use crate::cold::status::agents_cpu_ns;
     use crate::cold::{Config, client};
     use pagefold_tier::keeper::Keeper;
 
@@ -201,26 +206,26 @@ mod tests {
     }
 
     /// Greets as one that is this process.
-    fn attach(cold: &Cold, group: &Arc<Group>) -> (Result<(), Errno>, Handed) {
+    fn attach(cold: &Tiers, group: &Arc<Group>) -> (Result<(), Errno>, ClientDescriptors) {
         let (handed, _) = client::tests::handed(bare());
         (attach_as(cold, group, &handed), handed)
     }
 
     /// Greets as the one that has this, which its descriptor has not done before.
-    fn attach_as(cold: &Cold, group: &Arc<Group>, handed: &Handed) -> Result<(), Errno> {
-        let copy = Handed {
+    fn attach_as(cold: &Tiers, group: &Arc<Group>, handed: &ClientDescriptors) -> Result<(), Errno> {
+        let copy = ClientDescriptors {
             uffd: Uffd::from_fd(handed.uffd.fd().duplicate().unwrap()),
             table: handed.table.duplicate().unwrap(),
             pagemap: handed.pagemap.duplicate().unwrap(),
         };
         let (ours, _theirs) = sock::pair().unwrap();
-        let link = ColdLink::new(Arc::new(ours.into())).unwrap();
+        let link = AgentConnection::new(Arc::new(ours.into())).unwrap();
         let who = Identity { region: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
         let ready = Packet { a: 1, b: CPU_BEFORE_NS, ..Packet::new(Op::Ready) };
-        cold.attach(group, who, copy, link, &ready, &Packet::new(Op::Hello))
+        super::attach(cold, group, who, copy, link, &ready, &Packet::new(Op::Hello))
     }
 
-    fn table_of(handed: &Handed) -> u64 {
+    fn table_of(handed: &ClientDescriptors) -> u64 {
         let mut word = [0; 8];
         // The region's number is the second word of the head.
         handed.table.read_at(&mut word, 8).unwrap();
@@ -233,7 +238,7 @@ mod tests {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let cold = Tiers::new(Config::default(), &dir.path().join("s"));
         let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
         let (full, handed) = with_keeper(
             &cold.keeper_path,
@@ -257,9 +262,9 @@ mod tests {
         for client in lock(&group.clients).values() {
             client.counters.agent_cpu_ns.store(5, std::sync::atomic::Ordering::Relaxed);
         }
-        assert_eq!(cold.agents_cpu_ns(), 5 * regions.len() as u64);
+        assert_eq!(agents_cpu_ns(&cold), 5 * regions.len() as u64);
         regions.into_iter().for_each(|region| group.remove(region));
-        assert_eq!(cold.agents_cpu_ns(), 5 * CLIENTS_PER_PROCESS as u64);
+        assert_eq!(agents_cpu_ns(&cold), 5 * CLIENTS_PER_PROCESS as u64);
     }
 
     #[test]
@@ -268,9 +273,9 @@ mod tests {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let cold = Tiers::new(Config::default(), &dir.path().join("s"));
         let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
-        assert!(cold.groups.let_go(&group, std::time::Duration::ZERO));
+        assert!(cold.groups.retire(&group, std::time::Duration::ZERO));
         let (attached, handed) = attach(&cold, &group);
         assert_eq!((attached, table_of(&handed)), (Err(Errno(libc::EAGAIN)), 0));
         assert!(lock(&group.clients).is_empty());
@@ -283,14 +288,14 @@ mod tests {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let cold = Tiers::new(Config::default(), &dir.path().join("s"));
         let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
         let (attached, _handed) = attach(&cold, &group);
         assert_eq!(attached, Ok(()));
         let client = lock(&group.clients).values().next().cloned().unwrap();
         let counted = |said| {
             client.note_agent_cpu(said);
-            cold.agents_cpu_ns()
+            agents_cpu_ns(&cold)
         };
         assert_eq!(counted(CPU_BEFORE_NS), 0);
         assert_eq!(counted(CPU_BEFORE_NS + 1), 1);
@@ -304,7 +309,7 @@ mod tests {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let cold = Tiers::new(Config::default(), &dir.path().join("s"));
         let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
         let (mut handed, _map) = client::tests::handed(bare());
         assert_eq!(attach_as(&cold, &group, &handed), Ok(()));

@@ -1,78 +1,69 @@
-//! The second hand of a group: brings back halves of windows beside the clients' own threads.
+//! The handle of a group's prefetcher: a thread that brings back halves of fault windows, beside the clients' own threads.
+//!
+//! `threads` runs it.
 
-use crate::cold::Group;
-use crate::cold::client::CLUSTER_PAGES;
-use pagefold_os::PAGE_SIZE;
 use pagefold_os::sched::{self, Cpus};
 use pagefold_os::sync::lock;
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
-use std::sync::{Mutex, Weak};
 
-/// Pages of a client that the second hand shall bring back.
+/// Pages of a client to bring back.
 pub(crate) struct Job {
-    region: u32,
-    pages: Range<u64>,
+    pub(crate) region: u32,
+    pub(crate) pages: Range<u64>,
 }
 
-/// The way to the second hand.
-pub(crate) struct Hand {
+/// The handle of a prefetcher thread.
+pub(crate) struct Prefetcher {
     jobs: SyncSender<Job>,
-    /// Its thread; 0 before it runs.
+    /// The number of the thread; 0 before it runs.
     thread: AtomicI32,
-    /// Where it may run, and where it was sent out of these.
-    places: Mutex<[Cpus; 2]>,
-    /// The processor that it keeps off, plus one.
-    off: AtomicU64,
+    /// Where the thread may run, and the part of that to which it was bound last.
+    allowed_and_bound: Mutex<[Cpus; 2]>,
+    /// The processor that the thread keeps off, plus one.
+    kept_off: AtomicU64,
 }
 
-impl Hand {
-    /// Makes the way, and its end.
-    pub fn new() -> (Hand, Receiver<Job>) {
-        // Without a place: a job is taken by a hand that waits for one, or not at all.
+impl Prefetcher {
+    /// Makes the handle, and the end at which the thread receives jobs.
+    pub(crate) fn new() -> (Prefetcher, Receiver<Job>) {
+        // Without a buffer: the thread takes a job at the moment it is offered, or not at all.
         let (jobs, end) = mpsc::sync_channel(0);
         let cpus = Cpus::of_thread().unwrap_or(Cpus::NONE);
-        (Hand { jobs, thread: AtomicI32::new(0), places: Mutex::new([cpus; 2]), off: AtomicU64::new(0) }, end)
+        let (thread, kept_off) = Default::default();
+        (Prefetcher { jobs, thread, allowed_and_bound: Mutex::new([cpus; 2]), kept_off }, end)
     }
 
-    /// Has pages of a client brought back; false if the hand is not free.
-    pub fn give(&self, region: u32, pages: Range<u64>) -> bool {
-        self.keep_off();
+    /// The calling thread is the prefetcher.
+    pub(crate) fn set_thread(&self) {
+        self.thread.store(sched::thread(), Ordering::Relaxed);
+    }
+
+    /// Has pages of a client brought back; false if the prefetcher is busy.
+    pub(crate) fn offer(&self, region: u32, pages: Range<u64>) -> bool {
+        self.move_off_this_cpu();
         self.jobs.try_send(Job { region, pages }).is_ok()
     }
 
-    /// Sends the hand to another processor than the caller's, who goes on working: woken here, it might well wait here.
-    fn keep_off(&self) {
+    /// Moves the prefetcher to another processor than the caller's. The caller goes on working there, and a prefetcher that
+    /// wakes on the same processor might wait for it.
+    fn move_off_this_cpu(&self) {
         let (Some(here), thread) = (sched::cpu(), self.thread.load(Ordering::Relaxed)) else { return };
-        if thread == 0 || self.off.swap(here + 1, Ordering::Relaxed) == here + 1 {
+        if thread == 0 || self.kept_off.swap(here + 1, Ordering::Relaxed) == here + 1 {
             return;
         }
-        let mut places = lock(&self.places);
-        let [home, sent] = &mut *places;
+        let mut allowed_and_bound = lock(&self.allowed_and_bound);
+        let [allowed, bound] = &mut *allowed_and_bound;
         if let Ok(now) = Cpus::of(thread)
-            && now != *sent
+            && now != *bound
         {
-            // Whoever has said meanwhile where it may run means it.
-            *home = now;
+            // Another process has set its affinity meanwhile: that holds.
+            *allowed = now;
         }
-        home.bind_off(here, thread);
-        *sent = Cpus::of(thread).unwrap_or(*home);
-    }
-
-    /// The hand's thread: works until the group is gone.
-    pub fn run(jobs: &Receiver<Job>, group: &Weak<Group>) {
-        if let Some(group) = group.upgrade() {
-            group.hand.thread.store(sched::thread(), Ordering::Relaxed);
-        }
-        let mut buffer = vec![[0; PAGE_SIZE]; CLUSTER_PAGES];
-        while let Ok(Job { region, pages }) = jobs.recv() {
-            let Some(group) = group.upgrade() else { return };
-            let client = lock(&group.clients).get(&region).cloned();
-            if let Some(client) = client {
-                client.bring_ahead(&group.tier, pages, &mut buffer);
-            }
-        }
+        allowed.bind_off(here, thread);
+        *bound = Cpus::of(thread).unwrap_or(*allowed);
     }
 }
 
@@ -81,8 +72,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_somebody_else_says_of_the_hand_stands() {
-        let (hand, _) = Hand::new();
+    fn an_affinity_that_another_process_sets_is_kept() {
+        let (prefetcher, _) = Prefetcher::new();
         let all = Cpus::of_thread().expect("a set");
         let mut cpus = all.iter();
         let (Some(first), Some(second)) = (cpus.next(), cpus.next()) else {
@@ -90,7 +81,7 @@ mod tests {
         };
         let from = |cpu: u64| {
             Cpus::one(cpu).expect("a processor").bind_thread().expect("allowed");
-            hand.keep_off();
+            prefetcher.move_off_this_cpu();
         };
         std::thread::scope(|scope| {
             let ((tell, told), (end, ended)) = (mpsc::channel(), mpsc::channel::<()>());
@@ -99,7 +90,7 @@ mod tests {
                 let _ = ended.recv();
             });
             let thread = told.recv().expect("its number");
-            hand.thread.store(thread, Ordering::Relaxed);
+            prefetcher.thread.store(thread, Ordering::Relaxed);
             let now = || Cpus::of(thread).expect("a set");
             for cpu in [first, second, first] {
                 from(cpu);

@@ -2,7 +2,7 @@
 //!
 //! Counters are read one by one, without a lock over all: sums may be a moment apart.
 
-use crate::cold::{Cold, Group};
+use super::tiers::Tiers;
 use pagefold_os::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
@@ -29,7 +29,7 @@ pub struct ColdClient {
     pub pages_back: u64,
     /// Faults on fresh pages of regions with pages out.
     pub zero_faults: u64,
-    /// Pages lost: damaged, unreadable, or the tier died. SIGBUS for who touches them.
+    /// Pages lost: damaged, unreadable, or the tier died. SIGBUS for a thread that touches them.
     pub pages_lost: u64,
     /// Time that the client's threads waited for pages, in nanoseconds.
     pub fault_ns: u64,
@@ -95,73 +95,63 @@ pub struct ColdStatus {
     pub keeper: bool,
 }
 
-impl Cold {
-    /// Processor time of all agents that there are and were.
-    pub(crate) fn agents_cpu_ns(&self) -> u64 {
-        let groups = lock(&self.groups.all);
-        let of_groups: u64 = groups.values().map(|group| group.agents_cpu_ns()).sum();
-        of_groups + self.groups.past_cpu_ns.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn status(&self) -> ColdStatus {
-        let mut status = ColdStatus { keeper: lock(&self.keeper).is_some(), ..ColdStatus::default() };
-        for group in self.all_groups() {
-            let stats = group.tier.stats();
-            status.domains.push(ColdDomain {
-                name: group.key.1.clone(),
-                uid: group.key.0,
-                cold_bytes: stats.pages * pagefold_os::PAGE_SIZE as u64,
-                held_bytes: stats.bytes_held + stats.bytes_metadata,
-                bytes_max: stats.bytes_max,
-                ratio: stats.ratio(),
-                pages: stats.pages,
-                contents: stats.contents,
-                contents_dense: stats.contents_zstd + stats.contents_patch,
-                recompressed: stats.recompressed,
-                pages_filled: stats.pages_filled,
-                disk_bytes: stats.disk_bytes,
-                waste_bytes: stats.bytes_free_slots + stats.bytes_rounding,
-                stores_refused: stats.stores_refused,
-                loads_failed: stats.loads_failed,
-                load_us_log2: stats.load_us.to_vec(),
-            });
-            for client in lock(&group.clients).values() {
-                let counters = &client.counters;
-                let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-                status.clients.push(ColdClient {
-                    pid: client.pid,
-                    uid: client.uid,
-                    name: client.name.clone(),
-                    domain: group.key.1.clone(),
-                    pages_out: client.pages_out(&group.tier),
-                    pages_out_ever: get(&counters.pages_out_ever),
-                    refaults: get(&counters.refaults),
-                    pages_back: get(&counters.pages_back),
-                    zero_faults: get(&counters.zero_faults),
-                    pages_lost: client.table.head().lost.load(Ordering::Relaxed),
-                    fault_ns: get(&counters.fault_ns),
-                    fault_us_log2: counters.fault_us.iter().map(get).collect(),
-                    // A successor knows it of those who have their memory here until they are unparked.
-                    parked: client.is_parked() || client.leased.load(Ordering::Relaxed),
-                    connected: lock(&client.socket).is_some(),
-                    idle_s: client
-                        .policy
-                        .try_lock()
-                        .ok()
-                        .and_then(|policy| policy.pace)
-                        .map_or(0.0, |pace| pace.idle_s),
-                    agent_cpu_ns: get(&counters.agent_cpu_ns),
-                });
-            }
-        }
-        status
-    }
+/// Processor time of all agents that there are and were.
+pub(crate) fn agents_cpu_ns(tiers: &Tiers) -> u64 {
+    let groups = lock(&tiers.groups.all);
+    let of_groups: u64 = groups.values().map(|group| group.agents_cpu_ns()).sum();
+    of_groups + tiers.groups.past_cpu_ns.load(Ordering::Relaxed)
 }
 
-impl Group {
-    fn agents_cpu_ns(&self) -> u64 {
-        let clients = lock(&self.clients);
-        let of_clients: u64 = clients.values().map(|client| client.counters.agent_cpu_ns.load(Ordering::Relaxed)).sum();
-        of_clients + self.past_cpu_ns.load(Ordering::Relaxed)
+pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
+    let mut status = ColdStatus { keeper: lock(&tiers.keeper).is_some(), ..ColdStatus::default() };
+    for group in tiers.all_groups() {
+        let stats = group.tier.stats();
+        status.domains.push(ColdDomain {
+            name: group.key.1.clone(),
+            uid: group.key.0,
+            cold_bytes: stats.pages * pagefold_os::PAGE_SIZE as u64,
+            held_bytes: stats.bytes_held + stats.bytes_metadata,
+            bytes_max: stats.bytes_max,
+            ratio: stats.ratio(),
+            pages: stats.pages,
+            contents: stats.contents,
+            contents_dense: stats.contents_zstd + stats.contents_patch,
+            recompressed: stats.recompressed,
+            pages_filled: stats.pages_filled,
+            disk_bytes: stats.disk_bytes,
+            waste_bytes: stats.bytes_free_slots + stats.bytes_rounding,
+            stores_refused: stats.stores_refused,
+            loads_failed: stats.loads_failed,
+            load_us_log2: stats.load_us.to_vec(),
+        });
+        for client in lock(&group.clients).values() {
+            let counters = &client.counters;
+            let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+            status.clients.push(ColdClient {
+                pid: client.pid,
+                uid: client.uid,
+                name: client.name.clone(),
+                domain: group.key.1.clone(),
+                pages_out: client.pages_out(&group.tier),
+                pages_out_ever: get(&counters.pages_out_ever),
+                refaults: get(&counters.refaults),
+                pages_back: get(&counters.pages_back),
+                zero_faults: get(&counters.zero_faults),
+                pages_lost: client.table.head().lost.load(Ordering::Relaxed),
+                fault_ns: get(&counters.fault_ns),
+                fault_us_log2: counters.fault_us.iter().map(get).collect(),
+                // A leased client has its memory here until it is unparked, so it is parked also under a successor.
+                parked: client.is_parked() || client.leased.load(Ordering::Relaxed),
+                connected: lock(&client.socket).is_some(),
+                idle_s: client
+                    .eviction
+                    .try_lock()
+                    .ok()
+                    .and_then(|state| state.pacing.pace)
+                    .map_or(0.0, |pace| pace.idle_s),
+                agent_cpu_ns: get(&counters.agent_cpu_ns),
+            });
+        }
     }
+    status
 }

@@ -1,27 +1,30 @@
-//! The threads of a group: one per client, a second hand, the pump and the cleaner.
+//! The threads of a group: one for each client, the prefetcher, the evictor and the cleaner.
 
-use crate::clients::domains::DOMAIN_REST;
-use crate::cold::client::Client;
-use crate::cold::evict::evictor;
-use crate::cold::prefetcher::{Hand, Job};
-use crate::cold::{Group, Groups};
+use super::client::{CLUSTER_PAGES, Client};
+use super::evict::evictor;
+use super::group::Group;
+use super::groups::Groups;
+use super::prefetcher::Job;
+use crate::clients::domains::DOMAIN_IDLE;
+use pagefold_os::PAGE_SIZE;
 use pagefold_os::sync::lock;
 use pagefold_os::wait;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Pause of the pump where memory may soon be short, and the longest: how late it sees that memory got short. Hints and
-/// starving clients ring.
-const TURNS: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(1)];
-/// Stack of who only loads: Zstandard's decoder lives on the heap; what is on the stack is small.
-const SMALL_BYTES: usize = 256 << 10;
-/// Stack of who stores.
-const LARGE_BYTES: usize = 2 << 20;
+/// Pauses of the evictor: where memory may soon be short, and the longest, after which it sees at the latest that memory got
+/// short. Hints and clients that wait for memory wake it.
+const PAUSES: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(1)];
+/// Stack of a thread that only loads: Zstandard's decoder lives on the heap, and the rest is small.
+const LOADING_STACK_BYTES: usize = 256 << 10;
+/// Stack of a thread that stores.
+const STORING_STACK_BYTES: usize = 2 << 20;
 
-/// Without such a thread pages go out later or not at all, or come back by one hand.
+/// Starts a thread without which the group still works: pages are evicted later or not at all, or one thread brings them back.
 fn start(name: String, stack_bytes: usize, body: impl FnOnce() + Send + 'static) {
     if let Err(error) = thread::Builder::new().name(name.clone()).stack_size(stack_bytes).spawn(body) {
         eprintln!("pagefold: no thread {name} for the cold tier: {error}");
@@ -31,27 +34,41 @@ fn start(name: String, stack_bytes: usize, body: impl FnOnce() + Send + 'static)
 /// Serves a client's faults until it has ended.
 ///
 /// # Errors
-/// No thread is to be had: a client that has pages out, or gets them out, would wait for ever.
+/// The kernel has no thread: a client with evicted pages would wait for ever.
 pub(crate) fn start_client(group: &Arc<Group>, client: &Arc<Client>) -> io::Result<()> {
     let name = format!("cold-{}", client.pid);
     let (group, client) = (group.clone(), client.clone());
-    thread::Builder::new().name(name).stack_size(SMALL_BYTES).spawn(move || client.run(&group)).map(drop)
+    thread::Builder::new().name(name).stack_size(LOADING_STACK_BYTES).spawn(move || client.run(&group)).map(drop)
 }
 
-/// The second hand, until the group is gone.
-pub(crate) fn start_hand(group: &Arc<Group>, jobs: mpsc::Receiver<Job>) {
+/// Starts the prefetcher, which ends when the group is dropped.
+pub(crate) fn start_prefetcher(group: &Arc<Group>, jobs: Receiver<Job>) {
     let group = Arc::downgrade(group);
-    start("cold-ahead".into(), SMALL_BYTES, move || Hand::run(&jobs, &group));
+    start("cold-ahead".into(), LOADING_STACK_BYTES, move || run_prefetcher(&jobs, &group));
 }
 
-/// Those who move pages out, and make them dense.
-pub(crate) fn start_movers(group: &Arc<Group>, groups: &Arc<Groups>) {
-    let (pump, cleaner, groups) = (group.clone(), group.clone(), groups.clone());
-    start("cold-pump".into(), LARGE_BYTES, move || run_pump(&pump));
-    start("cold-clean".into(), LARGE_BYTES, move || run_cleaner(&cleaner, &groups));
+/// Starts the evictor and the cleaner.
+pub(crate) fn start_evictor_and_cleaner(group: &Arc<Group>, groups: &Arc<Groups>) {
+    let (evictor, cleaner, groups) = (group.clone(), group.clone(), groups.clone());
+    start("cold-evict".into(), STORING_STACK_BYTES, move || run_evictor(&evictor));
+    start("cold-clean".into(), STORING_STACK_BYTES, move || run_cleaner(&cleaner, &groups));
 }
 
-fn run_pump(group: &Group) {
+fn run_prefetcher(jobs: &Receiver<Job>, group: &Weak<Group>) {
+    if let Some(group) = group.upgrade() {
+        group.prefetcher.set_thread();
+    }
+    let mut buffer = vec![[0; PAGE_SIZE]; CLUSTER_PAGES];
+    while let Ok(Job { region, pages }) = jobs.recv() {
+        let Some(group) = group.upgrade() else { return };
+        let client = lock(&group.clients).get(&region).cloned();
+        if let Some(client) = client {
+            client.bring_ahead(&group.tier, pages, &mut buffer);
+        }
+    }
+}
+
+fn run_evictor(group: &Group) {
     group.tier.warm_up();
     while !group.is_over() {
         let rung = group.bell.load(Ordering::Acquire);
@@ -65,15 +82,16 @@ fn run_pump(group: &Group) {
             tight |= step.tight;
         }
         if !more {
-            let turn = (group.config.tick / 5).clamp(TURNS[0], TURNS[1]);
-            let turn = if tight || clients.len() >= wait::WORDS_MAX { TURNS[0] } else { turn };
+            let pause = (group.config.tick / 5).clamp(PAUSES[0], PAUSES[1]);
+            let pause = if tight || clients.len() >= wait::WORDS_MAX { PAUSES[0] } else { pause };
             let heads = clients.iter().map(|client| &client.table.head().hinted).zip(hinted);
-            wait::any(std::iter::once((&group.bell, rung)).chain(heads), turn.as_millis() as u64);
+            wait::any(std::iter::once((&group.bell, rung)).chain(heads), pause.as_millis() as u64);
         }
     }
 }
 
-/// Makes dense what stays out, and compacts: beside the pump, which must not wait for it. Lets go of the group in the end.
+/// Recompresses what stays evicted, and compacts the tier, beside the evictor, which must not wait for that. Retires the group
+/// in the end.
 fn run_cleaner(group: &Group, groups: &Groups) {
     let mut ticked = Instant::now();
     let mut seen = 0;
@@ -85,7 +103,7 @@ fn run_cleaner(group: &Group, groups: &Groups) {
         }
         if ticked.elapsed() >= group.config.tick {
             ticked = Instant::now();
-            if groups.let_go(group, DOMAIN_REST) {
+            if groups.retire(group, DOMAIN_IDLE) {
                 return;
             }
             if !lock(&group.clients).is_empty() {

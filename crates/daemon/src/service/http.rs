@@ -2,8 +2,8 @@
 //!
 //! It answers GET and nothing else, one request per connection. What may be sent is bounded in bytes, time and
 //! connections, and a request is taken only if it is exactly well-formed: a head that two parsers could read
-//! differently is refused. On loopback the `Host` must be this machine's own name: a page from elsewhere whose name
-//! was made to point here (DNS rebinding) must not read what is meant for this machine.
+//! differently is refused. On loopback the `Host` must be this machine's own name: a page of another
+//! host, with a name that was made to point here (DNS rebinding), must not read what is meant for this machine.
 
 use pagefold_os::sock::PATH_BYTES_MAX;
 use std::io::{self, Read, Write};
@@ -26,7 +26,7 @@ pub const FIELDS_MAX: usize = 64;
 pub const CONNECTIONS_MAX: usize = 16;
 /// How long a whole exchange may take, however slowly the other side reads and writes.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The same with one too many, for whom all others wait.
+/// The same for a connection beyond the limit: all others wait while it is refused.
 const BUSY_PATIENCE: Duration = Duration::from_millis(50);
 
 /// What was asked for.
@@ -202,7 +202,7 @@ fn decoded(text: &str) -> Option<String> {
     String::from_utf8(out).ok()
 }
 
-/// True if `host`, a `Host` field, names this machine by a name that nobody else can point here. The port is not
+/// True if `host`, a `Host` field, names this machine by a name that no other host can point here. The port is not
 /// compared: `ssh -L` gives another one.
 pub fn is_own_name(host: &str) -> bool {
     let (name, port) = match host.rsplit_once(':') {
@@ -370,7 +370,7 @@ impl Listener {
     }
 }
 
-/// Binds a socket that nobody can connect to before its mode is set: it is made in a directory of ours alone.
+/// Binds a socket that no process can connect to before its mode is set: it is made in a directory that only this user may enter.
 fn bind(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
     let told = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     match std::fs::symlink_metadata(path) {
@@ -449,9 +449,9 @@ pub fn serve(
                 let _ = stream.tell(&busy, Instant::now() + BUSY_PATIENCE);
                 continue;
             }
-            let (answer, seat) = (answer.clone(), Seat(open.clone()));
+            let (answer, permit) = (answer.clone(), ConnectionPermit(open.clone()));
             let _ = thread::Builder::new().name(name.into()).stack_size(512 << 10).spawn(move || {
-                let _seat = seat;
+                let _seat = permit;
                 let _ = exchange(&mut stream, check_host, &*answer);
             });
         }
@@ -463,7 +463,7 @@ fn device_and_inode(path: &Path) -> io::Result<(u64, u64)> {
     std::fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()))
 }
 
-/// A socket's name in the file system, removed when this is dropped unless somebody else has it by then.
+/// A socket's name in the file system, removed when this is dropped unless it names another socket by then.
 pub struct Name(Option<(PathBuf, (u64, u64))>);
 
 impl Drop for Name {
@@ -476,10 +476,10 @@ impl Drop for Name {
     }
 }
 
-/// One of the connections that there may be at once.
-struct Seat(Arc<AtomicUsize>);
+/// The permit of one connection.
+struct ConnectionPermit(Arc<AtomicUsize>);
 
-impl Drop for Seat {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }

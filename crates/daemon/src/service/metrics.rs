@@ -1,8 +1,9 @@
 //! OpenMetrics text, over loopback or a Unix socket, off unless asked for.
 
 use crate::cold::{ColdClient, ColdDomain};
+use crate::service::daemon::Daemon;
 use crate::service::http::{self, Request, Response};
-use crate::service::listener::Daemon;
+use crate::service::report;
 use crate::status::Status;
 use pagefold_merge::stats::DomainStats;
 use pagefold_protocol::wait_histogram;
@@ -10,23 +11,20 @@ use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Serves metrics at `at` (`HOST:PORT` of loopback, or `unix:PATH`) on threads of its own.
 ///
 /// # Errors
 /// As [`http::serve`].
 pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Name> {
-    http::serve("metrics", at, move |request| {
-        (!daemon.stopping.load(Ordering::Acquire)).then(|| answer(&daemon, request))
-    })
+    http::serve("metrics", at, move |request| (!daemon.is_stopping()).then(|| answer(&daemon, request)))
 }
 
 fn answer(daemon: &Daemon, request: &Request) -> Response {
     if !matches!(request.path.as_str(), "/metrics" | "/") {
         return Response::line("404 Not Found", "try /metrics");
     }
-    let mut body = render(&daemon.status());
+    let mut body = render(&report::status(daemon));
     if let Some(more) = daemon.more_metrics.get() {
         more(&mut body);
     }
@@ -38,8 +36,8 @@ fn answer(daemon: &Daemon, request: &Request) -> Response {
     Response::ok("application/openmetrics-text; version=1.0.0; charset=utf-8", body)
 }
 
-/// OpenMetrics as the older text format, whose families of counters have the name of their samples, and which knows
-/// neither units nor an end.
+/// OpenMetrics as the older text format. There families of counters have the name of their samples, and there are neither units
+/// nor an end mark.
 fn plain(open: &str) -> String {
     let mut out = String::with_capacity(open.len());
     let mut suffix = "";

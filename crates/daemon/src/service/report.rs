@@ -1,7 +1,9 @@
-//! What the daemon tells of itself.
+//! Collects the daemon's status.
 
-use super::listener::{Daemon, DomainKey};
+use crate::domain_key::DomainKey;
+use crate::service::daemon::Daemon;
 
+use crate::cold;
 use crate::status::{Client, Status, Totals};
 use pagefold_merge::Domain;
 use pagefold_merge::stats::DomainStats;
@@ -10,84 +12,81 @@ use pagefold_os::sync::lock;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-impl Daemon {
-    /// Everything that can be told.
-    pub fn status(&self) -> Status {
-        // Together: a domain that is let go is one of these or of the past.
-        let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
-            let groups = lock(&self.groups);
-            (groups.iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect(), *lock(&self.past))
-        };
-        let of = |key: &DomainKey, domain: &Domain| DomainStats { uid: key.0, ..domain.stats() };
-        let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), of(key, domain))).collect();
-        let me = std::process::id() as i32;
-        let rss_bytes = procfs::rss(me);
-        let mut agents_cpu_ns = self.cold.agents_cpu_ns();
-        let connected = lock(&self.connected);
-        agents_cpu_ns += self.past_cpu_ns.load(Ordering::Relaxed);
-        let clients = connected
-            .iter()
-            .map(|client| {
-                let counters = client.shared.counters();
-                agents_cpu_ns += client.shared.cpu_ns();
-                let of_domain = stats.iter_mut().find(|(key, _)| *key == client.key);
-                Client {
-                    pid: client.shared.pid,
-                    uid: client.shared.uid,
-                    name: client.shared.name.clone(),
-                    domain: client.key.1.clone(),
-                    stats: of_domain
-                        .and_then(|(_, domain)| domain.clients.get(&client.id).cloned())
-                        .unwrap_or_default(),
-                    freezes: counters.freezes.load(Ordering::Relaxed),
-                    freeze_ns_max: counters.freeze_ns_max.load(Ordering::Relaxed),
-                    freeze_us: counters.freeze_us.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
-                }
-            })
-            .collect();
-        drop(connected);
-        let cpu_ns = procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns;
-        let mut totals = Totals { cpu_ns, ..past };
-        for (_, domain) in &stats {
-            totals.pages_shared += domain.pages_shared;
-            totals.pages_sharing += domain.pages_sharing;
-            totals.pages_zero += domain.pages_zero;
-            totals.pages_unshared += domain.pages_unshared;
-            totals.pages_volatile += domain.pages_volatile;
-            totals.pages += domain.pages;
-            totals.full_scans += domain.events.full_scans;
-            totals.breaks += domain.events.breaks;
-            totals.pages_merged += domain.events.pages_merged + domain.events.pages_zeroed;
-            totals.saved_bytes += domain.saved_bytes;
-            totals.pool_bytes += domain.pool_bytes;
-            totals.pool_lingering_bytes += domain.pool_lingering_bytes;
-            totals.metadata_bytes += domain.metadata_bytes + domain.mapping_bytes;
-            totals.general_profit += domain.general_profit;
-        }
-        Status {
-            version: env!("CARGO_PKG_VERSION").into(),
-            pid: me,
-            uptime_s: self.started.elapsed().as_secs_f64(),
-            workers: self.config.workers,
-            period_s: self.config.period.as_secs_f64(),
-            rss_bytes,
-            totals,
-            domains: stats.into_iter().map(|(_, domain)| domain).collect(),
-            clients,
-            not_covered: lock(&self.not_covered).iter().cloned().collect(),
-            cold: self.cold.status(),
-            verifying: crate::status::Verifying {
-                pages: self.verified[0].load(Ordering::Relaxed),
-                pages_total: self.verified[1].load(Ordering::Relaxed),
-            },
-        }
+/// The status of everything.
+pub(crate) fn status(daemon: &Daemon) -> Status {
+    // Under one lock: a domain that is being dropped counts as one of these or in the past.
+    let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
+        let live = lock(&daemon.live.domains);
+        (live.iter().map(|(key, one)| (key.clone(), one.domain.clone())).collect(), *lock(&daemon.live.past))
+    };
+    let of = |key: &DomainKey, domain: &Domain| DomainStats { uid: key.0, ..domain.stats() };
+    let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), of(key, domain))).collect();
+    let me = std::process::id() as i32;
+    let rss_bytes = procfs::rss(me);
+    let mut agents_cpu_ns = cold::status::agents_cpu_ns(&daemon.cold);
+    let connected = lock(&daemon.live.connected);
+    agents_cpu_ns += daemon.live.past_cpu_ns.load(Ordering::Relaxed);
+    let clients = connected
+        .iter()
+        .map(|client| {
+            let counters = client.shared.counters();
+            agents_cpu_ns += client.shared.cpu_ns();
+            let of_domain = stats.iter_mut().find(|(key, _)| *key == client.key);
+            Client {
+                pid: client.shared.pid,
+                uid: client.shared.uid,
+                name: client.shared.name.clone(),
+                domain: client.key.1.clone(),
+                stats: of_domain.and_then(|(_, domain)| domain.clients.get(&client.id).cloned()).unwrap_or_default(),
+                freezes: counters.freezes.load(Ordering::Relaxed),
+                freeze_ns_max: counters.freeze_ns_max.load(Ordering::Relaxed),
+                freeze_us: counters.freeze_us.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
+            }
+        })
+        .collect();
+    drop(connected);
+    let cpu_ns = procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns;
+    let mut totals = Totals { cpu_ns, ..past };
+    for (_, domain) in &stats {
+        totals.pages_shared += domain.pages_shared;
+        totals.pages_sharing += domain.pages_sharing;
+        totals.pages_zero += domain.pages_zero;
+        totals.pages_unshared += domain.pages_unshared;
+        totals.pages_volatile += domain.pages_volatile;
+        totals.pages += domain.pages;
+        totals.full_scans += domain.events.full_scans;
+        totals.breaks += domain.events.breaks;
+        totals.pages_merged += domain.events.pages_merged + domain.events.pages_zeroed;
+        totals.saved_bytes += domain.saved_bytes;
+        totals.pool_bytes += domain.pool_bytes;
+        totals.pool_lingering_bytes += domain.pool_lingering_bytes;
+        totals.metadata_bytes += domain.metadata_bytes + domain.mapping_bytes;
+        totals.general_profit += domain.general_profit;
+    }
+    Status {
+        version: env!("CARGO_PKG_VERSION").into(),
+        pid: me,
+        uptime_s: daemon.started.elapsed().as_secs_f64(),
+        workers: daemon.config.workers,
+        period_s: daemon.config.period.as_secs_f64(),
+        rss_bytes,
+        totals,
+        domains: stats.into_iter().map(|(_, domain)| domain).collect(),
+        clients,
+        not_covered: daemon.refusals.all(),
+        cold: cold::status::status(&daemon.cold),
+        verifying: crate::status::Verifying {
+            pages: daemon.verified[0].load(Ordering::Relaxed),
+            pages_total: daemon.verified[1].load(Ordering::Relaxed),
+        },
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::service::listener::tests::{connected, daemon};
+    use crate::clients::domains::tests::connected;
+    use crate::service::daemon::tests::daemon;
     use std::sync::atomic::{AtomicBool, AtomicU64};
     use std::thread;
 
@@ -101,18 +100,18 @@ mod tests {
             let counters = client.shared.counters();
             counters.cpu_ns.store(u64::MAX, Ordering::Relaxed);
             counters.freeze_us.iter().for_each(|count| count.store(u64::MAX, Ordering::Relaxed));
-            lock(&daemon.connected).push(client);
+            lock(&daemon.live.connected).push(client);
         }
         let most = || 4 * procfs::cpu_ns(me).unwrap();
-        let status = daemon.status();
-        assert!((1..=most()).contains(&status.totals.cpu_ns), "{}", status.totals.cpu_ns);
-        crate::service::metrics::render(&status);
-        daemon.forget(|_| true);
-        let later = daemon.status().totals.cpu_ns;
-        assert!((status.totals.cpu_ns..=most()).contains(&later), "{later}");
+        let before = status(&daemon);
+        assert!((1..=most()).contains(&before.totals.cpu_ns), "{}", before.totals.cpu_ns);
+        crate::service::metrics::render(&before);
+        daemon.live.forget(|_| true);
+        let later = status(&daemon).totals.cpu_ns;
+        assert!((before.totals.cpu_ns..=most()).contains(&later), "{later}");
     }
 
-    /// Whoever comes and goes meanwhile: a collector takes a counter that falls for one that began anew.
+    /// Also while clients come and go: a collector takes a counter that falls for one that began anew.
     #[test]
     fn processor_time_never_falls() {
         let daemon = daemon();
@@ -122,7 +121,7 @@ mod tests {
             let reader = scope.spawn(|| {
                 let mut before = 0;
                 while !over.load(Ordering::Relaxed) {
-                    let now = daemon.status().totals.cpu_ns;
+                    let now = status(&daemon).totals.cpu_ns;
                     read.fetch_add(1, Ordering::Relaxed);
                     if now < before {
                         return Some((before, now));
@@ -135,12 +134,12 @@ mod tests {
                 let clients: Vec<_> = (0..16).map(|_| connected(me)).collect();
                 let counters = clients.iter().map(|client| client.shared.counters());
                 counters.for_each(|counters| counters.cpu_ns.store(u64::MAX, Ordering::Relaxed));
-                lock(&daemon.connected).extend(clients);
+                lock(&daemon.live.connected).extend(clients);
                 let seen = read.load(Ordering::Relaxed) + 2;
                 while read.load(Ordering::Relaxed) < seen && !reader.is_finished() {
                     thread::yield_now();
                 }
-                daemon.forget(|_| true);
+                daemon.live.forget(|_| true);
             }
             over.store(true, Ordering::Relaxed);
             assert_eq!(reader.join().unwrap(), None);

@@ -1,6 +1,6 @@
 //! `verify`: does every page that the ledger calls shared really show its slot?
 
-use crate::service::listener::Daemon;
+use crate::service::daemon::Daemon;
 
 use crate::status::Verified;
 use pagefold_merge::page::State;
@@ -20,9 +20,9 @@ const PRESENT: u64 = 1 << 63;
 const FILE: u64 = 1 << 61;
 const FRAME: u64 = (1 << 55) - 1;
 
-/// Most lines about the pages of a domain, and about its ledger; more are only counted by the last line.
+/// Most lines about the pages of a domain, and as many about its ledger; the last line counts the rest.
 const WRONG_MAX: usize = 100;
-/// How long a page that seems wrong is looked at again, at least and at most.
+/// Shortest and longest time for which a page that seems wrong is compared again.
 const SECOND_LOOK: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(10)];
 
 fn entry(pagemap: &File, addr: u64) -> Option<u64> {
@@ -35,7 +35,7 @@ fn entry(pagemap: &File, addr: u64) -> Option<u64> {
 #[derive(Debug, PartialEq, Eq)]
 enum Look {
     Absent,
-    /// We may not look.
+    /// The daemon may not look.
     Unseen,
     Broken,
     SameFrame,
@@ -46,7 +46,7 @@ enum Look {
 /// A client's page map and memory.
 struct Files {
     pagemap: File,
-    /// Where we may not read it (`kernel.yama.ptrace_scope`), its agent does.
+    /// `None` if the daemon may not read it (`kernel.yama.ptrace_scope`): then the client's agent does.
     memory: Option<File>,
 }
 
@@ -58,13 +58,13 @@ fn files_of(pid: i32) -> io::Result<Files> {
     Ok(Files { pagemap: File::open(format!("/proc/{pid}/pagemap"))?, memory })
 }
 
-/// Pages of a client that are read before they are looked at.
+/// Pages of a client that are read before they are compared.
 const BATCH: usize = 128;
-/// Pages of its ledger that are copied at once, while no worker has it in hand.
+/// Pages of a client's ledger that are copied at a time, while no worker has the client locked.
 const PART: usize = 1 << 16;
 
-/// What it takes to look at the pages of a domain's clients.
-struct Eyes<'a> {
+/// Compares the pages of a domain's clients with their slots.
+struct Comparer<'a> {
     domain: &'a Domain,
     own: &'a io::Result<File>,
     pids: HashMap<ClientId, i32>,
@@ -73,9 +73,16 @@ struct Eyes<'a> {
     readable: [bool; BATCH],
 }
 
-impl<'a> Eyes<'a> {
-    fn new(domain: &'a Domain, own: &'a io::Result<File>, pids: HashMap<ClientId, i32>) -> Eyes<'a> {
-        Eyes { domain, own, pids, open: HashMap::new(), copies: vec![[0; PAGE_SIZE]; BATCH], readable: [false; BATCH] }
+impl<'a> Comparer<'a> {
+    fn new(domain: &'a Domain, own: &'a io::Result<File>, pids: HashMap<ClientId, i32>) -> Comparer<'a> {
+        Comparer {
+            domain,
+            own,
+            pids,
+            open: HashMap::new(),
+            copies: vec![[0; PAGE_SIZE]; BATCH],
+            readable: [false; BATCH],
+        }
     }
 
     /// Looks at pages of one client, [`BATCH`] at most.
@@ -135,7 +142,7 @@ fn look(domain: &Domain, pagemap: &File, own: &File, addr: u64, slot: Slot, byte
     }
 }
 
-/// The ledger of client `id`, in parts that [`Eyes`] look at: all of a large domain's would take as much memory as the rest of
+/// The ledger of client `id`, in parts that [`Comparer`] look at: all of a large domain's would take as much memory as the rest of
 /// what is kept of it.
 fn batches(domain: &Domain, id: ClientId) -> impl Iterator<Item = Vec<(ClientId, u64, Slot)>> {
     let (mut from, mut part) = (0, Vec::new().into_iter());
@@ -151,14 +158,15 @@ fn batches(domain: &Domain, id: ClientId) -> impl Iterator<Item = Vec<(ClientId,
 pub(crate) fn verify(daemon: &Daemon) -> Verified {
     let mut found = Verified::default();
     let own = File::open("/proc/self/pagemap");
-    let groups: Vec<_> = lock(&daemon.groups).iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect();
+    let groups: Vec<_> =
+        lock(&daemon.live.domains).iter().map(|(key, live)| (key.clone(), live.domain.clone())).collect();
     let [done, total] = &daemon.verified;
     done.store(0, Ordering::Relaxed);
     total.store(0, Ordering::Relaxed);
     for (key, domain) in groups {
         let pids: HashMap<ClientId, i32> =
-            lock(&daemon.connected).iter().filter(|c| c.key == key).map(|c| (c.id, c.shared.pid)).collect();
-        let mut eyes = Eyes::new(&domain, &own, pids);
+            lock(&daemon.live.connected).iter().filter(|c| c.key == key).map(|c| (c.id, c.shared.pid)).collect();
+        let mut comparer = Comparer::new(&domain, &own, pids);
         total.fetch_add(domain.pool().stats().pages_sharing, Ordering::Relaxed);
         let mut suspects = Vec::new();
         for batch in domain.clients().into_iter().flat_map(|id| batches(&domain, id)) {
@@ -166,7 +174,7 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
             // More may be merged meanwhile.
             total.fetch_max(found.pages, Ordering::Relaxed);
             done.store(found.pages, Ordering::Relaxed);
-            for (page, look) in batch.iter().zip(eyes.look_at(&batch)) {
+            for (page, look) in batch.iter().zip(comparer.look_at(&batch)) {
                 match look {
                     Look::Absent => found.absent += 1,
                     Look::Unseen => found.unseen += 1,
@@ -183,7 +191,7 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
         let mut lines = Vec::new();
         for (id, addr, slot) in suspects {
             let what = loop {
-                let Some(Look::Wrong(what)) = eyes.look_at(&[(id, addr, slot)]).pop() else { break None };
+                let Some(Look::Wrong(what)) = comparer.look_at(&[(id, addr, slot)]).pop() else { break None };
                 if domain.page_state(id, addr) != State::Shared(slot) {
                     break None;
                 }
@@ -222,24 +230,24 @@ mod tests {
     use pagefold_pool::Pool;
 
     #[test]
-    fn what_may_not_be_looked_at_is_not_absent() {
+    fn pages_that_may_not_be_read_are_not_absent() {
         let domain = Domain::new(pagefold_merge::Config::default()).unwrap();
         let own = File::open("/proc/self/pagemap");
         let slot = Slot::new(0, 0);
         for (kind, expected) in
             [(io::ErrorKind::PermissionDenied, Look::Unseen), (io::ErrorKind::NotFound, Look::Absent)]
         {
-            let mut eyes = Eyes::new(&domain, &own, HashMap::new());
-            eyes.open.insert(1, Err(kind.into()));
-            assert_eq!(eyes.look_at(&[(1, 0, slot)]), [expected]);
+            let mut comparer = Comparer::new(&domain, &own, HashMap::new());
+            comparer.open.insert(1, Err(kind.into()));
+            assert_eq!(comparer.look_at(&[(1, 0, slot)]), [expected]);
         }
     }
 
-    /// As under a kernel that lets nobody read others' memory: the agent of the client reads it.
+    /// As under a kernel that forbids reading other processes' memory: the agent of the client reads it.
     #[test]
-    fn what_we_may_not_read_the_agent_reads() {
+    fn the_agent_reads_what_the_daemon_may_not() {
         let domain = Domain::new(pagefold_merge::Config::default()).unwrap();
-        // Held: it stays, whoever goes.
+        // Held: it stays when clients leave.
         let published = domain.pool().publish(&[&[7; PAGE_SIZE]]).unwrap();
         let slot = published.first;
         // The client's page is the slot's own here: it is in our table, as a file's, once it was read.
@@ -248,14 +256,14 @@ mod tests {
         for (byte, right) in [(7, true), (8, false)] {
             let id = domain.add(Box::new(OnePage(byte)));
             let own = File::open("/proc/self/pagemap");
-            let mut eyes = Eyes::new(&domain, &own, HashMap::new());
+            let mut comparer = Comparer::new(&domain, &own, HashMap::new());
             let pagemap = File::open("/proc/self/pagemap").unwrap();
-            eyes.open.insert(id, Ok(Files { pagemap, memory: None }));
-            let look = eyes.look_at(&[(id, shown, slot)]).pop().unwrap();
+            comparer.open.insert(id, Ok(Files { pagemap, memory: None }));
+            let look = comparer.look_at(&[(id, shown, slot)]).pop().unwrap();
             assert_eq!(matches!(look, Look::SameFrame | Look::SameBytes), right, "{look:?}");
             assert_eq!(matches!(look, Look::Wrong(_)), !right, "{look:?}");
             domain.remove(id);
-            assert_eq!(eyes.look_at(&[(id, shown, slot)]), [Look::Absent]);
+            assert_eq!(comparer.look_at(&[(id, shown, slot)]), [Look::Absent]);
         }
     }
 
@@ -298,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_have_an_end_and_are_counted() {
+    fn lines_are_bounded_and_the_rest_is_counted() {
         let mut out = Vec::new();
         tell(&mut out, vec!["x".into(); WRONG_MAX], "pages");
         assert_eq!(out.len(), WRONG_MAX);

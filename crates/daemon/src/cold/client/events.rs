@@ -457,12 +457,13 @@ mod tests {
             first.table.set_state(page_at(2), FROZEN);
             let successor = |client: Client| {
                 let who = crate::cold::client::Identity { region: client.region, token: 1, pid: client.pid, uid: 0 };
-                let handed = crate::cold::client::Handed {
+                let handed = crate::cold::client::ClientDescriptors {
                     uffd: Uffd::from_fd(client.uffd.fd().duplicate().unwrap()),
                     table: client.table_fd.duplicate().unwrap(),
                     pagemap: client.pagemap.duplicate().unwrap(),
                 };
-                let next = Client::new(who, handed, client.hand.clone(), client.orphans.clone()).unwrap();
+                let next =
+                    Client::new(who, handed, client.prefetcher.clone(), client.pending_children.clone()).unwrap();
                 assert!(next.reconcile(&tier));
                 next
             };
@@ -494,7 +495,7 @@ mod tests {
         let Some((mut client, memory)) = own(0, 2) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        client.room = limited(dir.path(), 999, 1000);
+        client.limits = limited(dir.path(), 999, 1000);
         let (to, from) = (memory.addr() + PAGE, 1 << 30);
         tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
         let mut service = lock(&client.service);

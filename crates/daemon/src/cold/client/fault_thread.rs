@@ -3,10 +3,11 @@
 //! A thread that found work looks for more for a while, for waking it is dearer than a page. One that follows the
 //! faulting thread from processor to processor does not (`place`).
 
-use super::{Ahead, Client, FAULT_BUCKETS, Served};
-use crate::clients::connection::Peer;
-use crate::cold::Group;
-use crate::cold::fault_affinity::Place;
+use super::faults::Ahead;
+use super::{Client, FAULT_BUCKETS, Served};
+use crate::clients::connection::Connection;
+use crate::cold::fault_affinity::FaultAffinity;
+use crate::cold::group::Group;
 use pagefold_os::sync::lock;
 use pagefold_os::{fd, sched};
 use pagefold_tier::Tier;
@@ -23,7 +24,7 @@ impl Client {
     pub(crate) fn run(self: &Arc<Client>, group: &Arc<Group>) {
         let mut patience = 8u32;
         let mut ahead = Ahead::default();
-        let mut place = Place::new(self.pid);
+        let mut affinity = FaultAffinity::new(self.pid);
         while !self.gone.load(Ordering::Acquire) {
             self.table.head().heartbeat.fetch_add(1, Ordering::Release);
             let socket = lock(&self.socket).clone();
@@ -45,7 +46,7 @@ impl Client {
             let ready = fd::poll(&mut polls, if waiting { 1 } else { group.awake.pause_ms(500) });
             if ready == Ok(0) {
                 group.awake.idle(sched::quick_monotonic_ns());
-                place.rest();
+                affinity.rest();
             }
             if polls[1].revents != 0 || (ready == Ok(0) && socket.is_none()) {
                 self.hung_up(group, socket.as_ref());
@@ -67,10 +68,10 @@ impl Client {
                 if served > 0 {
                     group.awake.answered(served as u32, now);
                     if faulter != 0 {
-                        place.served(served, faulter, now);
+                        affinity.served(served, faulter, now);
                     }
                 }
-                if place.follows() {
+                if affinity.follows() {
                     break;
                 }
                 self.load_ahead(&group.tier, &mut ahead);
@@ -87,7 +88,7 @@ impl Client {
                 }
                 std::hint::spin_loop();
             }
-            let wants_room = self.room.is_short() || self.starved.load(Ordering::Relaxed);
+            let wants_room = self.limits.is_short() || self.starved.load(Ordering::Relaxed);
             if wants_room && !self.called.swap(true, Ordering::AcqRel) {
                 group.ring();
             }
@@ -101,7 +102,7 @@ impl Client {
     }
 
     /// The agent's connection has ended: did the process, or did it only leave?
-    fn hung_up(&self, group: &Group, socket: Option<&Arc<Peer>>) {
+    fn hung_up(&self, group: &Group, socket: Option<&Arc<Connection>>) {
         if let Some(socket) = socket {
             let mut current = lock(&self.socket);
             if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, socket)) {
@@ -168,7 +169,8 @@ mod tests {
     use super::super::Pending;
     use super::super::tests::{await_moved, own};
     use super::*;
-    use crate::cold::{Cold, Config};
+    use crate::cold::config::Config;
+    use crate::cold::tiers::Tiers;
     use crate::memory_limits::tests::limited;
     use pagefold_os::PAGE_SIZE;
     use pagefold_tier::Effort;
@@ -178,8 +180,8 @@ mod tests {
     fn who_waits_for_room_calls_once() {
         let Some((mut client, memory)) = own(0, 1) else { return };
         let dir = tempfile::tempdir().unwrap();
-        client.room = limited(dir.path(), 999, 1000);
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        client.limits = limited(dir.path(), 999, 1000);
+        let cold = Tiers::new(Config::default(), &dir.path().join("s"));
         let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
         lock(&client.service).pending.push(Pending { addr: memory.addr(), write: true, since_ns: 0, want: 0 });
         let client = Arc::new(client);
@@ -198,7 +200,7 @@ mod tests {
     fn what_was_moved_comes_in_without_another_event() {
         let Some((client, memory)) = own(0, 2) else { return };
         let dir = tempfile::tempdir().unwrap();
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let cold = Tiers::new(Config::default(), &dir.path().join("s"));
         let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
         let [to, from] = [memory.addr() + PAGE, 1 << 30];
         group.tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();

@@ -121,9 +121,9 @@ impl Client {
     /// Who holds up all that could go out until they are back would wait for itself: it gets them, and is told what room
     /// there is.
     pub(crate) fn grant(&self, want: u64) -> u64 {
-        let granted = self.room.grant(want);
+        let granted = self.limits.grant(want);
         let head = self.table.head();
-        head.set_headroom(self.room.free());
+        head.set_headroom(self.limits.free());
         if head.paused_evictions.load(Ordering::SeqCst) > 0 { want } else { granted }
     }
 
@@ -160,7 +160,7 @@ impl Client {
         if want >= SHARED_FROM {
             let middle = first + want / 2;
             let other = if page < middle { middle..end } else { first..middle };
-            if self.hand.give(self.region, other) {
+            if self.prefetcher.offer(self.region, other) {
                 (at, end) = if page < middle { (first, middle) } else { (middle, end) };
             }
         }
@@ -234,7 +234,7 @@ mod tests {
         let Some((mut client, memory)) = own(0, 1) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        client.room = limited(dir.path(), 999, 1000);
+        client.limits = limited(dir.path(), 999, 1000);
         const WAITED_NS: u64 = 50_000_000;
         let since_ns = sched::quick_monotonic_ns() - WAITED_NS;
         lock(&client.service).pending.push(Pending { addr: memory.addr(), write: true, since_ns, want: 0 });

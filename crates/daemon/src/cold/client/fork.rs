@@ -8,7 +8,7 @@
 
 use super::copy_in::is_passing;
 use super::{Client, LOST_MAX, PAGE, Service};
-use crate::cold::handover::pending_children::{Kept, Orphans};
+use crate::cold::handover::pending_children::{Kept, PendingChildren};
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{Event, Uffd};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range};
@@ -103,7 +103,7 @@ struct Child<'a> {
 
 /// Who is given pages.
 struct Family<'a> {
-    orphans: &'a Orphans,
+    pending_children: &'a PendingChildren,
     children: Vec<Child<'a>>,
     tries: u32,
     steps: usize,
@@ -111,15 +111,15 @@ struct Family<'a> {
 }
 
 impl<'a> Family<'a> {
-    fn of(child: Uffd, orphans: &'a Orphans) -> Family<'a> {
-        let mut family = Family { orphans, children: Vec::new(), tries: 0, steps: 0, refused: 0 };
+    fn of(child: Uffd, pending_children: &'a PendingChildren) -> Family<'a> {
+        let mut family = Family { pending_children, children: Vec::new(), tries: 0, steps: 0, refused: 0 };
         family.add(child, Places::new());
         family
     }
 
     /// With the keeper before anything else: it runs already.
     fn add(&mut self, uffd: Uffd, places: Places) {
-        let kept = self.orphans.keep(&uffd);
+        let kept = self.pending_children.keep(&uffd);
         self.children.push(Child { kept, uffd, places });
     }
 
@@ -189,7 +189,7 @@ impl<'a> Family<'a> {
     fn withhold(self) {
         let (children, kept): (Vec<_>, Vec<_>) =
             self.children.into_iter().map(|child| (child.uffd, child.kept)).unzip();
-        self.orphans.hold(children.into_iter());
+        self.pending_children.hold(children.into_iter());
         drop(kept);
     }
 }
@@ -211,7 +211,7 @@ impl Client {
         if moving.is_empty() && !self.table.has(everything, EVICTED) && !self.table.has(everything, FROZEN) {
             return;
         }
-        let mut family = Family::of(child, &self.orphans);
+        let mut family = Family::of(child, &self.pending_children);
         let mut give = |was: u64, from: u64| {
             if family.children.is_empty() || family.is_left_alone() {
                 return;
@@ -301,26 +301,26 @@ mod tests {
         let device = uffd::open_device().ok();
         let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: no userfaultfd for us") };
         let _ = pagefold_os::fd::raise_limit();
-        let orphans = Orphans::new(Arc::default());
+        let pending_children = PendingChildren::new(Arc::default());
         for _ in 0..FAMILIES {
-            let mut family = Family::of(Uffd::from_fd(uffd.fd().duplicate().unwrap()), &orphans);
+            let mut family = Family::of(Uffd::from_fd(uffd.fd().duplicate().unwrap()), &pending_children);
             while !family.is_left_alone() {
                 let Ok(fd) = uffd.fd().duplicate() else { return eprintln!("SKIPPED: too few descriptors for us") };
                 family.add(Uffd::from_fd(fd), Places::new());
             }
             family.withhold();
         }
-        assert_eq!(orphans.count(None), FAMILIES * (FAMILY_MAX + 1));
+        assert_eq!(pending_children.count(None), FAMILIES * (FAMILY_MAX + 1));
     }
 
     /// A child that is left to wait outlives its parent, and reads no zeros then.
     #[test]
     fn who_is_left_alone_waits_beyond_its_parents_end() {
         let Some((client, _memory)) = super::super::tests::own(0, 1) else { return };
-        let orphans = client.orphans.clone();
-        Family::of(Uffd::from_fd(client.uffd.fd().duplicate().unwrap()), &client.orphans).withhold();
+        let pending_children = client.pending_children.clone();
+        Family::of(Uffd::from_fd(client.uffd.fd().duplicate().unwrap()), &client.pending_children).withhold();
         drop(client);
-        assert_eq!(orphans.count(None), 1, "its memory is the kernel's");
+        assert_eq!(pending_children.count(None), 1, "its memory is the kernel's");
     }
 
     /// What a child has done to its memory is cut, moved and copied so often, and no more.
@@ -329,8 +329,8 @@ mod tests {
         const PARTS: u64 = 1000;
         let device = uffd::open_device().ok();
         let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: no userfaultfd for us") };
-        let orphans = Orphans::new(Arc::default());
-        let mut family = Family::of(uffd, &orphans);
+        let pending_children = PendingChildren::new(Arc::default());
+        let mut family = Family::of(uffd, &pending_children);
         for part in 0..PARTS {
             family.obey(0, Event::Remove(Range::pages_from(2 * part * PAGE, 1)));
         }

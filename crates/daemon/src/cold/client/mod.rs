@@ -3,7 +3,7 @@
 //! One thread per client waits for its userfaultfd, so that a client that
 //! faults in a storm takes its own share of the processor and nobody else's.
 //! Everything that touches a page's state is done in one order, under the
-//! client's `service` lock and the pact (see `agent::residency_map`):
+//! client's `service` lock and the pact (see `pagefold_protocol::residency_map`):
 //!
 //! - a page comes back: copied in, then *resident* in the table, then its entry
 //!   is discarded;
@@ -17,6 +17,7 @@
 //! `serve` is the thread; it has `events` read and obeyed and `faults` answered, both of which let pages in by
 //! `copy_in`; `fork` gives children theirs. `reconcile` is what comes before, where a daemon died.
 
+pub(crate) mod ages;
 mod copy_in;
 mod events;
 mod fault_thread;
@@ -24,12 +25,12 @@ pub(crate) mod faults;
 mod fork;
 mod reconcile;
 
-use crate::clients::connection::Peer;
-use crate::cold::agent_connection::ColdLink;
-use crate::cold::handover::pending_children::Orphans;
-use crate::cold::prefetcher::Hand;
-use crate::memory_limits::Room;
-pub(crate) use faults::Ahead;
+use crate::clients::connection::Connection;
+use crate::cold::agent_connection::AgentConnection;
+use crate::cold::handover::pending_children::PendingChildren;
+use crate::cold::prefetcher::Prefetcher;
+use crate::memory_limits::MemoryLimits;
+use ages::EvictionState;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
 use pagefold_os::sync::lock;
@@ -132,9 +133,9 @@ pub(crate) struct Client {
     waiting: AtomicU32,
     /// The agent, if it is connected; held by whoever talks to it, and while pages go out or are brought back at once.
     /// The client's own thread never takes it: agents wait for that thread.
-    pub link: Mutex<Option<ColdLink>>,
+    pub link: Mutex<Option<AgentConnection>>,
     /// The socket of `link`, to notice its end.
-    pub socket: Mutex<Option<Arc<Peer>>>,
+    pub socket: Mutex<Option<Arc<Connection>>>,
     pub counters: Counters,
     /// Processor time of the agent before we heard from it.
     pub cpu_before_ns: OnceLock<u64>,
@@ -148,14 +149,14 @@ pub(crate) struct Client {
     pub called: AtomicBool,
     /// What was moved comes in whether there is room or not: nobody could bring it later.
     pub moved_at_once: AtomicBool,
-    pub policy: Mutex<crate::cold::evict::evictor::Policy>,
-    pub room: Room,
+    pub eviction: Mutex<EvictionState>,
+    pub limits: MemoryLimits,
     /// Counts requests that pages be taken away, before each: what was loaded earlier may be old.
     pub leaving: AtomicU64,
     /// The group's second hand.
-    hand: Arc<Hand>,
+    prefetcher: Arc<Prefetcher>,
     /// Where children go that are not given their pages.
-    orphans: Arc<Orphans>,
+    pending_children: Arc<PendingChildren>,
 }
 
 /// Who a client is.
@@ -170,7 +171,7 @@ pub(crate) struct Identity {
 }
 
 /// What a client handed over.
-pub(crate) struct Handed {
+pub(crate) struct ClientDescriptors {
     pub uffd: Uffd,
     pub table: Fd,
     pub pagemap: Fd,
@@ -190,9 +191,14 @@ impl Client {
     ///
     /// # Errors
     /// `EPROTO` if its table is none.
-    pub(crate) fn new(who: Identity, handed: Handed, hand: Arc<Hand>, orphans: Arc<Orphans>) -> Result<Client, Errno> {
+    pub(crate) fn new(
+        who: Identity,
+        handed: ClientDescriptors,
+        prefetcher: Arc<Prefetcher>,
+        pending_children: Arc<PendingChildren>,
+    ) -> Result<Client, Errno> {
         let Identity { region, token, pid, uid } = who;
-        let Handed { uffd, table: table_fd, pagemap } = handed;
+        let ClientDescriptors { uffd, table: table_fd, pagemap } = handed;
         // First: of a file that is none of memory its owner could have us wait for the rest.
         let seals = pagefold_os::memfd::seals(&table_fd)?;
         let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
@@ -239,11 +245,11 @@ impl Client {
             starved: AtomicBool::new(false),
             called: AtomicBool::new(false),
             moved_at_once: AtomicBool::new(false),
-            policy: Mutex::default(),
-            room: Room::of(pid),
+            eviction: Mutex::default(),
+            limits: MemoryLimits::of(pid),
             leaving: AtomicU64::new(0),
-            hand,
-            orphans,
+            prefetcher,
+            pending_children,
         })
     }
 
@@ -265,7 +271,7 @@ impl Client {
     /// The agent says that it has taken `said` nanoseconds of processor time since it began.
     pub(crate) fn note_agent_cpu(&self, said: u64) {
         let before = self.cpu_before_ns.get().copied().unwrap_or(0);
-        crate::clients::merge_client::note_cpu_ns(&self.counters.agent_cpu_ns, self.pid, said.saturating_sub(before));
+        crate::clients::agent_time::note_cpu_ns(&self.counters.agent_cpu_ns, self.pid, said.saturating_sub(before));
     }
 
     /// Tries for about `us` microseconds to take the pact.
@@ -312,7 +318,7 @@ pub(crate) mod tests {
     pub(crate) static FORKING: Mutex<()> = Mutex::new(());
 
     /// What this process would hand over, and the table's mapping.
-    pub(crate) fn handed(uffd: Uffd) -> (Handed, Mapping) {
+    pub(crate) fn handed(uffd: Uffd) -> (ClientDescriptors, Mapping) {
         let table = pagefold_os::memfd::create(residency_map::FILE_NAME, residency_map::FILE_BYTES as u64).unwrap();
         pagefold_os::memfd::add_seals(&table, pagefold_os::memfd::SEAL_SHRINK).unwrap();
         let prot = libc::PROT_READ | libc::PROT_WRITE;
@@ -320,7 +326,7 @@ pub(crate) mod tests {
         // SAFETY: of that length, and mapped beyond the call.
         unsafe { ResidencyMap::at(map.addr()) }.initialize();
         let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
-        (Handed { uffd, table, pagemap }, map)
+        (ClientDescriptors { uffd, table, pagemap }, map)
     }
 
     /// A client that is this process, with `pages` pages of memory that its descriptor watches; nothing, said loudly, if
@@ -335,8 +341,8 @@ pub(crate) mod tests {
         let memory = Mapping::anonymous((pages * PAGE) as usize).unwrap();
         uffd.register(Range::pages_from(memory.addr(), pages), uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
         let who = Identity { region: 1, token: 1, pid: std::process::id() as i32, uid: 0 };
-        let orphans = Arc::new(Orphans::new(Arc::default()));
-        Some((Client::new(who, handed(uffd).0, Arc::new(Hand::new().0), orphans).unwrap(), memory))
+        let pending_children = Arc::new(PendingChildren::new(Arc::default()));
+        Some((Client::new(who, handed(uffd).0, Arc::new(Prefetcher::new().0), pending_children).unwrap(), memory))
     }
 
     /// The descriptor of a process that is no more.

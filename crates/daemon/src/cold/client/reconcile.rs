@@ -118,7 +118,7 @@ impl Client {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Ahead;
+    use super::super::faults::Ahead;
     use super::super::tests::own;
     use super::*;
     use pagefold_os::{PAGE_SIZE, uffd};

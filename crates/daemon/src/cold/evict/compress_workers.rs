@@ -4,7 +4,7 @@
 //! Whoever is free takes what comes next, so nobody waits for who shares a processor with others. Agent and talker never
 //! work at the same moment: together with a thread for each other processor they fill all, and none has two.
 
-use crate::cold::evict::transfer::Copied;
+use super::batch::Copied;
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page};
 use pagefold_protocol::channel::Channel;
@@ -52,7 +52,7 @@ struct Queue {
     is_over: bool,
 }
 
-/// What mover and storers share.
+/// What transfer and workers share.
 #[derive(Default)]
 struct Shared {
     queue: Mutex<Queue>,
@@ -136,15 +136,15 @@ impl Target<'_> {
 }
 
 /// The threads; they end when this is dropped.
-pub(crate) struct Storers<'a> {
+pub(crate) struct CompressWorkers<'a> {
     shared: Arc<Shared>,
     target: Target<'a>,
     buffer: Box<Page>,
 }
 
-impl<'a> Storers<'a> {
+impl<'a> CompressWorkers<'a> {
     /// Starts one for each processor but the caller's, or as many as there are to be had.
-    pub(crate) fn start<'scope>(scope: &'scope Scope<'scope, '_>, target: Target<'a>) -> Storers<'a>
+    pub(crate) fn start<'scope>(scope: &'scope Scope<'scope, '_>, target: Target<'a>) -> CompressWorkers<'a>
     where
         'a: 'scope,
     {
@@ -155,7 +155,7 @@ impl<'a> Storers<'a> {
             Builder::new().spawn_scoped(scope, move || work(&shared, target)).is_ok()
         };
         let _ = (0..count).take_while(start).count();
-        Storers { shared, target, buffer: Box::new([0; PAGE_SIZE]) }
+        CompressWorkers { shared, target, buffer: Box::new([0; PAGE_SIZE]) }
     }
 
     /// Has copied pages stored, behind all others.
@@ -187,7 +187,7 @@ impl<'a> Storers<'a> {
     }
 }
 
-impl Drop for Storers<'_> {
+impl Drop for CompressWorkers<'_> {
     fn drop(&mut self) {
         self.shared.end();
     }

@@ -1,5 +1,9 @@
-//! Pages leave their clients.
+//! Pages leave their clients, and are brought back before they are asked for.
 
-pub(crate) mod compress_workers;
+pub(crate) mod batch;
+mod bring_back;
+mod compress_workers;
 pub(crate) mod evictor;
-pub(crate) mod transfer;
+pub(crate) mod park;
+mod resident;
+mod transfer;

@@ -4,9 +4,10 @@
 //! equals its copy. Several batches are on their way, each in a part of the channel of its own: while some are stored the
 //! agent takes away those before and copies those behind.
 
-use crate::cold::agent_connection::{ColdLink, Gone};
+use super::batch::{Copied, Run};
+use super::compress_workers::{CompressWorkers, Target};
+use crate::cold::agent_connection::{AgentConnection, Gone};
 use crate::cold::client::Client;
-use crate::cold::evict::compress_workers::{Storers, Target};
 use crate::memory_limits;
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Range};
@@ -21,9 +22,6 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Batches of which nothing goes before a tier that takes no more is believed.
 const BARREN_MAX: u32 = 4;
 
-/// A run to put out, and the managed range around it.
-pub(crate) type Run = (Range, Range);
-
 /// Batches that may be on their way, each in a part of the channel of its own.
 const BATCHES: usize = 4;
 /// Most pages of a batch.
@@ -32,17 +30,6 @@ const BATCH_PAGES: usize = FETCH_PAGES_MAX / BATCHES;
 const ROOM_PAGES: u64 = 2048;
 /// Bytes of that which are left to who makes dense what is stored.
 const ROOM_KEPT: u64 = 16 << 20;
-
-/// A page that was copied.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Copied {
-    /// Its number.
-    pub(crate) page: u64,
-    /// Where its copy lies in the channel.
-    pub(crate) place: u32,
-    /// The managed range that it lies in.
-    around: Range,
-}
 
 /// Cuts runs into batches.
 struct Batches<I: Iterator<Item = Run>> {
@@ -92,9 +79,9 @@ struct Taken {
     busy: Vec<Run>,
 }
 
-struct Mover<'a> {
+struct Transfer<'a> {
     client: &'a Client,
-    link: &'a mut ColdLink,
+    link: &'a mut AgentConnection,
     tier: &'a Tier,
     crowded: Effort,
     /// Pages that may be stored before the next look at the room that there is.
@@ -105,19 +92,19 @@ struct Mover<'a> {
 /// went. Ends early when the tier takes no more.
 pub(crate) fn put_all(
     client: &Client,
-    link: &mut ColdLink,
+    link: &mut AgentConnection,
     tier: &Tier,
     runs: impl IntoIterator<Item = Run>,
     crowded: Effort,
 ) -> Result<u64, Gone> {
-    let mut mover = Mover { client, link, tier, crowded, room: 0 };
-    let first = mover.put_out(runs.into_iter())?;
+    let mut transfer = Transfer { client, link, tier, crowded, room: 0 };
+    let first = transfer.put_out(runs.into_iter())?;
     // What is pinned will say so again.
-    let again = if first.busy.is_empty() { Taken::default() } else { mover.put_out(first.busy.into_iter())? };
+    let again = if first.busy.is_empty() { Taken::default() } else { transfer.put_out(first.busy.into_iter())? };
     Ok(first.gone + again.gone)
 }
 
-impl Mover<'_> {
+impl Transfer<'_> {
     fn put_out(&mut self, runs: impl Iterator<Item = Run>) -> Result<Taken, Gone> {
         let mut batches = Batches::of(runs);
         let Some(mut copied) = self.copy_next(&mut batches, 0)? else { return Ok(Taken::default()) };
@@ -130,7 +117,7 @@ impl Mover<'_> {
             self.take_away(&copied, &mut taken)?;
             return Ok(taken);
         }
-        std::thread::scope(|scope| self.put_out_by(&mut Storers::start(scope, target), batches, copied))
+        std::thread::scope(|scope| self.put_out_by(&mut CompressWorkers::start(scope, target), batches, copied))
     }
 
     /// True if there is room for a batch: at a limit of its own control group the kernel would end the daemon.
@@ -138,7 +125,7 @@ impl Mover<'_> {
         const BATCH: u64 = BATCH_PAGES as u64;
         if self.room < BATCH {
             // The nearer the limit, the sooner the next look: there are other clients.
-            let free = memory_limits::own().free_apart(&self.client.room).saturating_sub(ROOM_KEPT);
+            let free = memory_limits::own().free_apart(&self.client.limits).saturating_sub(ROOM_KEPT);
             self.room = (free / PAGE / 4).min(ROOM_PAGES);
         }
         let has = self.room >= BATCH;
@@ -154,23 +141,23 @@ impl Mover<'_> {
     /// Stores the copied batch, which lies in the first part of the channel, and all that come behind it.
     fn put_out_by(
         &mut self,
-        storers: &mut Storers<'_>,
+        workers: &mut CompressWorkers<'_>,
         mut batches: Batches<impl Iterator<Item = Run>>,
         copied: Vec<Copied>,
     ) -> Result<Taken, Gone> {
         let mut taken = Taken::default();
         let mut barren = 0;
-        let mut on_their_way = VecDeque::from([(0, storers.store(copied, self.effort()))]);
+        let mut on_their_way = VecDeque::from([(0, workers.store(copied, self.effort()))]);
         let mut free: Vec<usize> = (1..BATCHES).rev().collect();
         let mut is_full = false;
         while let Some((part, batch)) = on_their_way.pop_front() {
             while let Some(part) = free.pop_if(|_| !is_full)
                 && let Some(copied) = self.copy_next(&mut batches, part)?
             {
-                on_their_way.push_back((part, storers.store(copied, self.effort())));
+                on_their_way.push_back((part, workers.store(copied, self.effort())));
             }
             let gone = taken.gone;
-            self.take_away(&storers.finish(batch), &mut taken)?;
+            self.take_away(&workers.finish(batch), &mut taken)?;
             free.push(part);
             barren = if taken.gone == gone { barren + 1 } else { 0 };
             is_full = barren >= BARREN_MAX && self.tier.stats().bytes_held >= self.tier.stats().bytes_max
@@ -296,8 +283,8 @@ mod tests {
     use std::os::fd::IntoRawFd;
     use std::sync::Arc;
 
-    fn mover<'a>(client: &'a Client, link: &'a mut ColdLink, tier: &'a Tier) -> Mover<'a> {
-        Mover { client, link, tier, crowded: Effort::Fast, room: 0 }
+    fn transfer<'a>(client: &'a Client, link: &'a mut AgentConnection, tier: &'a Tier) -> Transfer<'a> {
+        Transfer { client, link, tier, crowded: Effort::Fast, room: 0 }
     }
 
     #[test]
@@ -340,7 +327,7 @@ mod tests {
         let (ours, agent) = std::os::unix::net::UnixDatagram::pair().expect("sockets");
         // SAFETY: each descriptor has one owner.
         let [ours, agent] = [ours, agent].map(|one| unsafe { Fd::from_raw(one.into_raw_fd()) });
-        let mut link = ColdLink::new(Arc::new(ours.into())).expect("a channel");
+        let mut link = AgentConnection::new(Arc::new(ours.into())).expect("a channel");
         let mut taken = Taken::default();
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -353,8 +340,8 @@ mod tests {
                 client.table.set_state((first + 1) * PAGE, RESIDENT);
                 sock::send(&agent, &request, &[]).expect("an answer");
             });
-            let mut mover = mover(&client, &mut link, &tier);
-            assert!(mover.take_away(&stored, &mut taken).is_ok());
+            let mut transfer = transfer(&client, &mut link, &tier);
+            assert!(transfer.take_away(&stored, &mut taken).is_ok());
         });
         assert_eq!(taken.gone, 0);
         assert_eq!(tier.stats().pages, 1, "the moved page is lost, or what is back is kept");
@@ -373,18 +360,19 @@ mod tests {
             Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).expect("memory");
         let ours = std::os::unix::net::UnixDatagram::pair().expect("sockets").0;
         // SAFETY: the descriptor has one owner.
-        let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
-        let mover = mover(&client, &mut link, &tier);
+        let mut link =
+            AgentConnection::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
+        let transfer = transfer(&client, &mut link, &tier);
         let pages = |first: u64, count| Range::pages_from((1 << 40) + first * PAGE, count);
         let around = pages(0, 100);
         // One to elsewhere, one from there, one within, and one that has no entry.
         for (from, to) in [(3, 1000), (1000, 5), (7, 20), (1 << 20, 21)] {
             tests::await_moved(&client, pages(from, 1).start, pages(to, 1).start);
         }
-        let wanted = mover.resident(&[(pages(0, 9), around), (pages(19, 4), around), (pages(50, 1), around)]);
+        let wanted = transfer.resident(&[(pages(0, 9), around), (pages(19, 4), around), (pages(50, 1), around)]);
         let expected = [pages(0, 3), pages(4, 1), pages(6, 1), pages(8, 1), pages(19, 1), pages(22, 1), pages(50, 1)];
         assert_eq!(wanted, expected.map(|range| (range, around)));
-        assert!(mover.resident(&[]).is_empty());
+        assert!(transfer.resident(&[]).is_empty());
     }
 
     /// A page that has just come back, and whose entry is not discarded yet: one that is stored now would be discarded for it.
@@ -402,8 +390,9 @@ mod tests {
         client.table.find_or_add(addr).expect("room");
         let ours = std::os::unix::net::UnixDatagram::pair().expect("sockets").0;
         // SAFETY: the descriptor has one owner.
-        let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
-        let mover = mover(&client, &mut link, &tier);
+        let mut link =
+            AgentConnection::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
+        let transfer = transfer(&client, &mut link, &tier);
         for round in 0..10 {
             tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).expect("room");
             client.table.set_state(addr, EVICTED);
@@ -421,7 +410,7 @@ mod tests {
                     drop(service);
                 });
                 tell.send(()).expect("a receiver");
-                let wanted = mover.resident(&[(run, run)]);
+                let wanted = transfer.resident(&[(run, run)]);
                 let too_early =
                     wanted.last().is_some_and(|(last, _)| last.end == run.end) && tier.contains(client.region, page);
                 let _ = tell.send(());
@@ -437,7 +426,7 @@ mod tests {
         let around = Range { start: 0, end: 1 << 40 };
         let channel = Channel::create(c"channel").expect("memory");
         std::thread::scope(|scope| {
-            let mut storers = Storers::start(scope, Target { tier: &tier, region: 1, channel: &channel });
+            let mut workers = CompressWorkers::start(scope, Target { tier: &tier, region: 1, channel: &channel });
             // Batch after batch, several at once, until the tier is full: noise, so that each page takes room.
             let (mut state, mut refused) = (1_u64, 0);
             for first in (0..4000).step_by(FETCH_PAGES_MAX) {
@@ -462,10 +451,10 @@ mod tests {
                         .rev()
                         .map(|at| Copied { page: (first + part * BATCH_PAGES + at) as u64, place: place(at), around })
                         .collect();
-                    on_their_way.push_back((first + part * BATCH_PAGES, pages, storers.store(batch, Effort::Fast)));
+                    on_their_way.push_back((first + part * BATCH_PAGES, pages, workers.store(batch, Effort::Fast)));
                 }
                 for (first, pages, batch) in on_their_way {
-                    let stored = storers.finish(batch);
+                    let stored = workers.finish(batch);
                     for (at, page) in pages.iter().enumerate() {
                         let mut loaded = [0; PAGE_SIZE];
                         let is_there = tier.load(1, (first + at) as u64, &mut loaded).is_ok();

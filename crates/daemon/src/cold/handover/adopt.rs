@@ -3,10 +3,12 @@
 //! What it cannot learn or fetch it does not drop: it asks for a while, and then does not start. What nobody can ever take
 //! over is forgotten. Clients are reconciled with the tier before they are served.
 
-use crate::cold::client::{Client, Handed, Identity};
-use crate::cold::handover::keeper::{ARENA, CLIENT, forget};
-use crate::cold::{Cold, threads};
-use crate::service::listener::DomainKey;
+use super::keeper::ensure_keeper;
+use super::records::{ARENA, CLIENT, forget};
+use crate::cold::client::{Client, ClientDescriptors, Identity};
+use crate::cold::threads;
+use crate::cold::tiers::Tiers;
+use crate::domain_key::DomainKey;
 use pagefold_os::Errno;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -22,196 +24,191 @@ use std::time::{Duration, Instant};
 /// Clients that are settled at once when a tier is adopted.
 const ADOPTED_AT_ONCE: usize = 64;
 
-impl Cold {
-    /// Takes over what a predecessor left with the keeper, before anybody is let in.
-    ///
-    /// # Errors
-    /// The keeper cannot tell or give all that it holds, or it cannot be served: the pages of those that are left out would
-    /// be thrown away.
-    pub(crate) fn adopt(&self) -> io::Result<()> {
-        if self.config.keeper.is_none() {
-            return Ok(());
-        }
-        let end = Instant::now() + self.patience;
-        self.refill_keeper(end)?;
-        let Some((keeper, names)) = self.held(end)? else { return Ok(()) };
-        // For children of forks that are heard of while their parents are settled.
-        {
-            let mut other = lock(&self.keeper);
-            *other = other.take().or_else(|| Keeper::connect(&self.keeper_path).ok());
-        }
-        for name in names.iter().filter(|name| name.starts_with(ARENA)) {
-            match self.adopt_arena(&keeper, name, &names, end) {
-                Ok(()) => {}
-                // Nobody ever can.
-                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                    eprintln!("pagefold: {name} was left by an earlier daemon and cannot be taken over: {error}");
-                    forget(&keeper, name);
-                }
-                Err(error) => return Err(self.refusal(&format!("{name} cannot be taken over"), &error)),
-            }
-        }
-        // Nobody will come for the rest: an arena that is no arena, a client of one.
-        let groups = self.all_groups();
-        for name in names.iter().filter(|name| name.starts_with(CLIENT)) {
-            let mut words = name.split(':').skip(1);
-            let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
-            let region: Option<u32> = words.next().and_then(|word| word.parse().ok());
-            let known = groups.iter().any(|group| {
-                Some(group.id) == id && region.is_some_and(|region| lock(&group.clients).contains_key(&region))
-            });
-            if !known {
+/// Takes over what a predecessor left with the keeper, before anybody is let in.
+///
+/// # Errors
+/// The keeper cannot tell or give all that it holds, or it cannot be served: the pages of those that are left out would
+/// be thrown away.
+pub(crate) fn adopt(tiers: &Tiers) -> io::Result<()> {
+    if tiers.config.keeper.is_none() {
+        return Ok(());
+    }
+    let end = Instant::now() + tiers.keeper_timeout;
+    refill_keeper(tiers, end)?;
+    let Some((keeper, names)) = held(tiers, end)? else { return Ok(()) };
+    // For children of forks that are heard of while their parents are settled.
+    {
+        let mut other = lock(&tiers.keeper);
+        *other = other.take().or_else(|| Keeper::connect(&tiers.keeper_path).ok());
+    }
+    for name in names.iter().filter(|name| name.starts_with(ARENA)) {
+        match adopt_arena(tiers, &keeper, name, &names, end) {
+            Ok(()) => {}
+            // Nobody ever can.
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                eprintln!("pagefold: {name} was left by an earlier daemon and cannot be taken over: {error}");
                 forget(&keeper, name);
             }
-        }
-        self.orphans.adopt(&keeper, &names);
-        let _ = keeper.supervise(&self.config.successor);
-        *lock(&self.keeper) = Some(keeper);
-        for group in groups {
-            for client in lock(&group.clients).values() {
-                threads::start_client(&group, client).map_err(|error| {
-                    self.refusal(&format!("{} ({}) cannot be served", client.name, client.pid), &error)
-                })?;
-            }
-            threads::start_movers(&group, &self.groups);
-        }
-        Ok(())
-    }
-
-    /// The keeper and the names that it holds; `None` if there is none.
-    fn held(&self, end: Instant) -> io::Result<Option<(Keeper, Vec<String>)>> {
-        let asked = patiently(end, || {
-            let keeper = Keeper::connect(&self.keeper_path)?;
-            let names = keeper.names()?;
-            Ok((keeper, names))
-        });
-        match asked {
-            Ok(held) => Ok(Some(held)),
-            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
-                Ok(None)
-            }
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(error),
-            Err(error) => Err(self.refusal("it does not tell what it holds", &error)),
+            Err(error) => return Err(refusal(tiers, &format!("{name} cannot be taken over"), &error)),
         }
     }
-
-    /// Why a daemon does not start: what it does not take over would be lost.
-    fn refusal(&self, what: &str, error: &io::Error) -> io::Error {
-        let path = self.keeper_path.display();
-        let text = format!(
-            "{path}: {what} ({error}), and the pages that are out would be lost: start the daemon again when that is \
-             mended, or end the keeper's process to give them up"
-        );
-        io::Error::new(error.kind(), text)
-    }
-
-    /// Daemon and keeper both died: what the service manager held for them goes to a new keeper, and from there on it is
-    /// as if only the daemon had. A keeper that lives has the same and more.
-    fn refill_keeper(&self, end: Instant) -> io::Result<()> {
-        let left = fd_store::take_passed();
-        if left.is_empty() || self.held(end)?.is_some_and(|(_, names)| !names.is_empty()) {
-            return Ok(());
-        }
-        self.ensure_keeper();
-        // We stay connected until `adopt` is: a keeper that is left alone with what it holds starts a daemon.
-        let held = lock(&self.keeper);
-        for (name, fds) in left {
-            let fds: Vec<i32> = fds.iter().map(Fd::raw).collect();
-            let put =
-                held.as_ref().ok_or(io::ErrorKind::NotConnected.into()).and_then(|keeper| keeper.put(&name, &fds));
-            put.map_err(|error| self.refusal(&format!("it does not take {name} from the service manager"), &error))?;
-        }
-        Ok(())
-    }
-
-    fn adopt_arena(&self, keeper: &Keeper, name: &str, names: &[String], end: Instant) -> io::Result<()> {
-        let void = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text.to_owned());
-        let mut words = name.splitn(4, ':').skip(1);
+    // Nobody will come for the rest: an arena that is no arena, a client of one.
+    let groups = tiers.all_groups();
+    for name in names.iter().filter(|name| name.starts_with(CLIENT)) {
+        let mut words = name.split(':').skip(1);
         let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
-        let uid = words.next().and_then(|word| word.parse().ok());
-        let (Some(id), Some(uid)) = (id, uid) else { return Err(void("its name is none")) };
-        let key: DomainKey = (uid, words.next().unwrap_or("default").to_owned());
-        // A daemon that was killed a moment ago may still be dying.
-        let dying_end = Instant::now() + Duration::from_secs(5);
-        let (tier, _) = loop {
-            let mut fds = patiently(end, || keeper.get(name))?;
-            let file = (fds.len() > 1).then(|| fds.remove(1));
-            let arena = fds.pop().ok_or_else(|| void("nothing was left"))?;
-            let backing =
-                file.map(|fd| Box::new(BackingFile::from_fd(fd, self.config.file_max_bytes)) as Box<dyn Backing>);
-            match Tier::adopt(arena, backing, self.tier_config(0)) {
-                Ok(adopted) => break adopted,
-                Err(pagefold_tier::AdoptError::OwnerAlive { .. }) if Instant::now() < dying_end => {
-                    thread::sleep(Duration::from_millis(5));
-                }
-                Err(error @ pagefold_tier::AdoptError::Format(_)) => return Err(void(&error.to_string())),
-                Err(error) => return Err(io::Error::other(error)),
-            }
-        };
-        let group = self.group_of(key.clone(), tier, id);
-        let mut found = Vec::new();
-        let prefix = format!("{CLIENT}:{id:x}:");
-        for name in names.iter().filter(|name| name.starts_with(&prefix)) {
-            let words: Vec<&str> = name[prefix.len()..].split(':').collect();
-            let [region, token, pid, uid] = words[..] else { continue };
-            let (Ok(region), Ok(token), Ok(pid), Ok(uid)) =
-                (region.parse::<u32>(), u64::from_str_radix(token, 16), pid.parse::<i32>(), uid.parse::<u32>())
-            else {
-                continue;
-            };
-            let mut fds = match patiently(end, || keeper.get(name)) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                fds => fds.unwrap_or_default(),
-            };
-            if fds.len() != 3 {
-                continue;
-            }
-            let (pagemap, table, uffd) = (fds.remove(2), fds.remove(1), Uffd::from_fd(fds.remove(0)));
-            let who = Identity { region, token, pid, uid };
-            group.next_region.fetch_max(region + 1, Ordering::Relaxed);
-            if !uffd.is_one() || !uffd.is_alive() {
-                forget(keeper, name);
-                continue;
-            }
-            let handed = Handed { uffd, table, pagemap };
-            match Client::new(who, handed, group.hand.clone(), group.orphans.clone()) {
-                Ok(client) => found.push(Arc::new(client)),
-                Err(errno @ Errno(libc::ENOMEM | libc::EMFILE | libc::ENFILE)) => return Err(errno.into()),
-                // Its table is none.
-                Err(_) => {}
-            }
+        let region: Option<u32> = words.next().and_then(|word| word.parse().ok());
+        let known = groups.iter().any(|group| {
+            Some(group.id) == id && region.is_some_and(|region| lock(&group.clients).contains_key(&region))
+        });
+        if !known {
+            forget(&keeper, name);
         }
-        if found.is_empty() {
-            // Nobody is left who has anything here; another of that name may be.
-            forget(keeper, name);
-            return Ok(());
-        }
-        // Many at once: one that keeps its pact, or claims much, must not let the others wait in line.
-        for some in found.chunks(ADOPTED_AT_ONCE) {
-            thread::scope(|scope| {
-                for client in some {
-                    let reconcile = || {
-                        if !client.reconcile(&group.tier) {
-                            eprintln!("pagefold: {} ({}) holds its table and answers nothing", client.name, client.pid);
-                        }
-                    };
-                    if thread::Builder::new().spawn_scoped(scope, reconcile).is_err() {
-                        reconcile();
-                    }
-                }
-            });
-        }
-        lock(&group.clients).extend(found.into_iter().map(|client| (client.region, client)));
-        // Pages of clients that ended meanwhile.
-        for region in group.tier.client_ids() {
-            group.next_region.fetch_max(region + 1, Ordering::Relaxed);
-            if !lock(&group.clients).contains_key(&region) {
-                group.tier.remove_client(region);
-            }
-        }
-        lock(&self.groups.all).insert(key, group);
-        Ok(())
     }
+    tiers.pending_children.adopt(&keeper, &names);
+    let _ = keeper.supervise(&tiers.config.successor);
+    *lock(&tiers.keeper) = Some(keeper);
+    for group in groups {
+        for client in lock(&group.clients).values() {
+            threads::start_client(&group, client).map_err(|error| {
+                refusal(tiers, &format!("{} ({}) cannot be served", client.name, client.pid), &error)
+            })?;
+        }
+        threads::start_evictor_and_cleaner(&group, &tiers.groups);
+    }
+    Ok(())
+}
+
+/// The keeper and the names that it holds; `None` if there is none.
+fn held(tiers: &Tiers, end: Instant) -> io::Result<Option<(Keeper, Vec<String>)>> {
+    let asked = patiently(end, || {
+        let keeper = Keeper::connect(&tiers.keeper_path)?;
+        let names = keeper.names()?;
+        Ok((keeper, names))
+    });
+    match asked {
+        Ok(held) => Ok(Some(held)),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(error),
+        Err(error) => Err(refusal(tiers, "it does not tell what it holds", &error)),
+    }
+}
+
+/// Why a daemon does not start: what it does not take over would be lost.
+fn refusal(tiers: &Tiers, what: &str, error: &io::Error) -> io::Error {
+    let path = tiers.keeper_path.display();
+    let text = format!(
+        "{path}: {what} ({error}), and the pages that are out would be lost: start the daemon again when that is \
+         mended, or end the keeper's process to give them up"
+    );
+    io::Error::new(error.kind(), text)
+}
+
+/// Daemon and keeper both died: what the service manager held for them goes to a new keeper, and from there on it is
+/// as if only the daemon had. A keeper that lives has the same and more.
+fn refill_keeper(tiers: &Tiers, end: Instant) -> io::Result<()> {
+    let left = fd_store::take();
+    if left.is_empty() || held(tiers, end)?.is_some_and(|(_, names)| !names.is_empty()) {
+        return Ok(());
+    }
+    ensure_keeper(tiers);
+    // We stay connected until `adopt` is: a keeper that is left alone with what it holds starts a daemon.
+    let held = lock(&tiers.keeper);
+    for (name, fds) in left {
+        let fds: Vec<i32> = fds.iter().map(Fd::raw).collect();
+        let put = held.as_ref().ok_or(io::ErrorKind::NotConnected.into()).and_then(|keeper| keeper.put(&name, &fds));
+        put.map_err(|error| refusal(tiers, &format!("it does not take {name} from the service manager"), &error))?;
+    }
+    Ok(())
+}
+
+fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end: Instant) -> io::Result<()> {
+    let void = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text.to_owned());
+    let mut words = name.splitn(4, ':').skip(1);
+    let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
+    let uid = words.next().and_then(|word| word.parse().ok());
+    let (Some(id), Some(uid)) = (id, uid) else { return Err(void("its name is none")) };
+    let key: DomainKey = (uid, words.next().unwrap_or("default").to_owned());
+    // A daemon that was killed a moment ago may still be dying.
+    let dying_end = Instant::now() + Duration::from_secs(5);
+    let (tier, _) = loop {
+        let mut fds = patiently(end, || keeper.get(name))?;
+        let file = (fds.len() > 1).then(|| fds.remove(1));
+        let arena = fds.pop().ok_or_else(|| void("nothing was left"))?;
+        let backing =
+            file.map(|fd| Box::new(BackingFile::from_fd(fd, tiers.config.file_max_bytes)) as Box<dyn Backing>);
+        match Tier::adopt(arena, backing, tiers.tier_config(0)) {
+            Ok(adopted) => break adopted,
+            Err(pagefold_tier::AdoptError::OwnerAlive { .. }) if Instant::now() < dying_end => {
+                thread::sleep(Duration::from_millis(5));
+            }
+            Err(error @ pagefold_tier::AdoptError::Format(_)) => return Err(void(&error.to_string())),
+            Err(error) => return Err(io::Error::other(error)),
+        }
+    };
+    let group = tiers.make_group(key.clone(), tier, id);
+    let mut found = Vec::new();
+    let prefix = format!("{CLIENT}:{id:x}:");
+    for name in names.iter().filter(|name| name.starts_with(&prefix)) {
+        let words: Vec<&str> = name[prefix.len()..].split(':').collect();
+        let [region, token, pid, uid] = words[..] else { continue };
+        let (Ok(region), Ok(token), Ok(pid), Ok(uid)) =
+            (region.parse::<u32>(), u64::from_str_radix(token, 16), pid.parse::<i32>(), uid.parse::<u32>())
+        else {
+            continue;
+        };
+        let mut fds = match patiently(end, || keeper.get(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            fds => fds.unwrap_or_default(),
+        };
+        if fds.len() != 3 {
+            continue;
+        }
+        let (pagemap, table, uffd) = (fds.remove(2), fds.remove(1), Uffd::from_fd(fds.remove(0)));
+        let who = Identity { region, token, pid, uid };
+        group.next_region.fetch_max(region + 1, Ordering::Relaxed);
+        if !uffd.is_one() || !uffd.is_alive() {
+            forget(keeper, name);
+            continue;
+        }
+        let handed = ClientDescriptors { uffd, table, pagemap };
+        match Client::new(who, handed, group.prefetcher.clone(), group.pending_children.clone()) {
+            Ok(client) => found.push(Arc::new(client)),
+            Err(errno @ Errno(libc::ENOMEM | libc::EMFILE | libc::ENFILE)) => return Err(errno.into()),
+            // Its table is none.
+            Err(_) => {}
+        }
+    }
+    if found.is_empty() {
+        // Nobody is left who has anything here; another of that name may be.
+        forget(keeper, name);
+        return Ok(());
+    }
+    // Many at once: one that keeps its pact, or claims much, must not let the others wait in line.
+    for some in found.chunks(ADOPTED_AT_ONCE) {
+        thread::scope(|scope| {
+            for client in some {
+                let reconcile = || {
+                    if !client.reconcile(&group.tier) {
+                        eprintln!("pagefold: {} ({}) holds its table and answers nothing", client.name, client.pid);
+                    }
+                };
+                if thread::Builder::new().spawn_scoped(scope, reconcile).is_err() {
+                    reconcile();
+                }
+            }
+        });
+    }
+    lock(&group.clients).extend(found.into_iter().map(|client| (client.region, client)));
+    // Pages of clients that ended meanwhile.
+    for region in group.tier.region_ids() {
+        group.next_region.fetch_max(region + 1, Ordering::Relaxed);
+        if !lock(&group.clients).contains_key(&region) {
+            group.tier.remove_region(region);
+        }
+    }
+    lock(&tiers.groups.all).insert(key, group);
+    Ok(())
 }
 
 /// Asks until there is an answer or `end` has come: what a keeper cannot tell or give now it holds all the same.
@@ -245,9 +242,9 @@ mod tests {
     fn adopt_at(patience: Duration, answer: impl Fn(&[u8], usize) -> Vec<u8> + Sync) -> Adopted {
         let dir = tempfile::tempdir().unwrap();
         let config = Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() };
-        let mut cold = Cold::new(config, &dir.path().join("s"));
-        cold.patience = patience;
-        with_keeper(&cold.keeper_path, answer, || cold.adopt())
+        let mut cold = Tiers::new(config, &dir.path().join("s"));
+        cold.keeper_timeout = patience;
+        with_keeper(&cold.keeper_path, answer, || adopt(&cold))
     }
 
     /// As [`adopt_at`], where patience ends: with more of it, until the keeper was asked `enough`.
@@ -314,7 +311,7 @@ mod tests {
         };
         let dir = tempfile::tempdir().unwrap();
         let cold =
-            Cold::new(Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() }, &dir.path().join("s"));
+            Tiers::new(Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() }, &dir.path().join("s"));
         let (byte, asked) = with_keeper_that_gives(&cold.keeper_path, give, || {
             thread::scope(|scope| {
                 let forks = scope.spawn(|| {
@@ -332,7 +329,7 @@ mod tests {
                 });
                 let mut polls = [libc::pollfd { fd: parent.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
                 assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no event of the fork");
-                cold.adopt().unwrap();
+                adopt(&cold).unwrap();
                 forks.join().unwrap()
             })
         });

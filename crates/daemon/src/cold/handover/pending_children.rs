@@ -1,10 +1,11 @@
-//! Children by forks that nobody saw, as long as they lack what their parents had: somebody must hold their descriptors open,
-//! or they read zeros there.
+//! Children of forks that their agent did not see, as long as they lack pages of their parents. A child reads zeros in place of
+//! those pages as soon as no process holds its userfaultfd open.
 //!
-//! The keeper has each from before its first page is given until it has the last. Those that are left to wait are held by us
-//! and by the keeper for as long as they live. A successor holds them too, and no more: it does not know what they have done to
-//! their memory since the fork.
+//! The keeper holds each child's descriptor from before its first page is copied until it has the last. Children that are left to
+//! wait are held by the daemon and the keeper for as long as they live. A successor only holds them too: it does not know what
+//! they have done to their memory since the fork.
 
+use crate::cold::random_id::random_id;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::Uffd;
 use pagefold_tier::keeper::Keeper;
@@ -12,54 +13,54 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// The keeper's names of them.
+/// First word of their names at the keeper.
 const CHILD: &str = "child:";
-/// So many share one of its names, of which clients need theirs.
+/// Most children under one of the keeper's names: clients need names as well.
 const BUNDLE_MAX: usize = 200;
 
-/// Those that wait.
-pub(crate) struct Orphans {
+/// The children that wait.
+pub(crate) struct PendingChildren {
     keeper: Arc<Mutex<Option<Keeper>>>,
     /// Tells our names from those that a daemon before us gave.
     id: u64,
     count: AtomicU64,
-    /// Those that are left to wait, by the keeper's names. Taken behind `keeper`.
+    /// The children that are left to wait, by the keeper's names. Locked after `keeper`.
     held: Mutex<BTreeMap<String, Vec<Uffd>>>,
 }
 
-/// That the keeper has a child, until this is dropped.
+/// The keeper holds a child until this is dropped.
 pub(crate) struct Kept<'a> {
-    orphans: &'a Orphans,
+    pending_children: &'a PendingChildren,
     name: String,
 }
 
 impl Drop for Kept<'_> {
     fn drop(&mut self) {
-        if let Some(keeper) = lock(&self.orphans.keeper).as_ref() {
+        if let Some(keeper) = lock(&self.pending_children.keeper).as_ref() {
             let _ = keeper.forget_soon(&self.name);
         }
     }
 }
 
-impl Orphans {
-    pub(crate) fn new(keeper: Arc<Mutex<Option<Keeper>>>) -> Orphans {
-        Orphans { keeper, id: crate::cold::random(), count: AtomicU64::new(0), held: Mutex::default() }
+impl PendingChildren {
+    pub(crate) fn new(keeper: Arc<Mutex<Option<Keeper>>>) -> PendingChildren {
+        PendingChildren { keeper, id: random_id(), count: AtomicU64::new(0), held: Mutex::default() }
     }
 
     fn name(&self) -> String {
         format!("{CHILD}{:x}:{}", self.id, self.count.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Leaves a child with the keeper. One that does not take it is no reason to leave the child without its pages.
+    /// Leaves a child with the keeper. If the keeper does not take it, the child still gets its pages.
     pub(crate) fn keep(&self, child: &Uffd) -> Kept<'_> {
         let name = self.name();
         if let Some(keeper) = lock(&self.keeper).as_ref() {
             let _ = keeper.put_soon(&name, &[child.fd().raw()]);
         }
-        Kept { orphans: self, name }
+        Kept { pending_children: self, name }
     }
 
-    /// Has these wait for as long as they live: a process costs a descriptor, which is less than one that greets.
+    /// Has these children wait for as long as they live. Each costs a descriptor, which is less than a client costs.
     pub(crate) fn hold(&self, children: impl Iterator<Item = Uffd>) {
         let keeper = lock(&self.keeper);
         let mut held = lock(&self.held);
@@ -76,12 +77,12 @@ impl Orphans {
         }
     }
 
-    /// Leaves all with a keeper that has none of them.
+    /// Leaves all children with a new keeper.
     pub(crate) fn deposit(&self, keeper: &Keeper) {
         lock(&self.held).iter().for_each(|(name, bundle)| put(keeper, name, bundle));
     }
 
-    /// Holds those that a predecessor left, among what the keeper has under `names`. What cannot be had now stays with it.
+    /// Holds the children that a predecessor left, among the keeper's `names`. One that it cannot give now stays with it.
     pub(crate) fn adopt(&self, keeper: &Keeper, names: &[String]) {
         let mut held = lock(&self.held);
         for name in names.iter().filter(|name| name.starts_with(CHILD)) {
@@ -96,18 +97,18 @@ impl Orphans {
         }
     }
 
-    /// How many wait; those that have ended are let go, and their names.
+    /// How many wait; children that have ended are dropped first, with their names.
     pub(crate) fn count(&self, keeper: Option<&Keeper>) -> usize {
-        self.let_go_of_ended(keeper);
+        self.drop_ended(keeper);
         lock(&self.held).values().map(Vec::len).sum()
     }
 
-    /// Lets go of those that have ended, and of their names.
-    pub(crate) fn let_go_of_ended(&self, keeper: Option<&Keeper>) {
+    /// Drops children that have ended, and their names.
+    pub(crate) fn drop_ended(&self, keeper: Option<&Keeper>) {
         prune(keeper, &mut lock(&self.held));
     }
 
-    /// True if the keeper's `name` is that of one.
+    /// True if the keeper's `name` is that of children.
     pub(crate) fn is_name(name: &str) -> bool {
         name.starts_with(CHILD)
     }
@@ -123,7 +124,7 @@ fn put(keeper: &Keeper, name: &str, bundle: &[Uffd]) {
     }
 }
 
-/// Lets go of who has ended.
+/// Drops children that have ended.
 fn prune(keeper: Option<&Keeper>, held: &mut BTreeMap<String, Vec<Uffd>>) {
     held.retain(|name, bundle| {
         bundle.retain(Uffd::is_alive);
@@ -142,38 +143,38 @@ mod tests {
 
     /// From before it is given its pages until it has ended.
     #[test]
-    fn the_keeper_has_who_waits() {
+    fn the_keeper_holds_children_that_wait() {
         let Some((client, _memory)) = tests::own(0, 1) else { return };
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("k");
         let act = || {
             let keeper = Keeper::connect(&path).unwrap();
-            let orphans = Orphans::new(Arc::new(Mutex::new(Some(keeper))));
+            let pending_children = PendingChildren::new(Arc::new(Mutex::new(Some(keeper))));
             let child = Uffd::from_fd(client.uffd.fd().duplicate().unwrap());
-            let kept = orphans.keep(&child);
-            orphans.hold(std::iter::once(child));
+            let kept = pending_children.keep(&child);
+            pending_children.hold(std::iter::once(child));
             drop(kept);
-            lock(&orphans.held).values_mut().for_each(|bundle| *bundle = vec![tests::of_who_has_ended()]);
-            orphans.count(lock(&orphans.keeper).as_ref())
+            lock(&pending_children.held).values_mut().for_each(|bundle| *bundle = vec![tests::of_who_has_ended()]);
+            pending_children.count(lock(&pending_children.keeper).as_ref())
         };
         let (count, asked) = with_keeper(&path, |_, _| vec![0], act);
         let kinds: Vec<u8> = asked.iter().map(|question| question[0]).collect();
         assert_eq!((count, kinds.as_slice()), (0, &b"PPDD"[..]));
-        // The one that was kept first goes first, and the other is never without its name.
+        // The first entry goes first, and the child is never without an entry.
         assert!(asked[0][1..] == asked[2][1..] && asked[1][1..] == asked[3][1..] && asked[0] != asked[1]);
     }
 
-    /// However many they are: clients need names as well.
+    /// Clients need names as well.
     #[test]
-    fn many_share_a_name() {
+    fn many_children_share_a_name() {
         let Some((client, _memory)) = tests::own(0, 1) else { return };
         let _ = pagefold_os::fd::raise_limit();
-        let orphans = Orphans::new(Arc::default());
+        let pending_children = PendingChildren::new(Arc::default());
         let count = 2 * BUNDLE_MAX + 1;
         for _ in 0..count {
             let Ok(fd) = client.uffd.fd().duplicate() else { return eprintln!("SKIPPED: too few descriptors for us") };
-            orphans.hold(std::iter::once(Uffd::from_fd(fd)));
+            pending_children.hold(std::iter::once(Uffd::from_fd(fd)));
         }
-        assert_eq!((orphans.count(None), lock(&orphans.held).len()), (count, 3));
+        assert_eq!((pending_children.count(None), lock(&pending_children.held).len()), (count, 3));
     }
 }

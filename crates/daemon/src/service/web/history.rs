@@ -101,7 +101,7 @@ impl Series {
         };
         put(&mut self.fine, point, FINE_POINTS_MAX);
         if self.minute_points > 0.0 && (time / COARSE_SECONDS).floor() > (self.minute.time / COARSE_SECONDS).floor() {
-            // Its time is when it came to be: who asks for what is new since then must get it.
+            // Its time is the end of its minute: a page that asks for newer points must get it.
             put(&mut self.coarse, Point { time, ..self.minute.over(self.minute_points) }, COARSE_POINTS_MAX);
             (self.minute, self.minute_points) = (Point::default(), 0.0);
         }
@@ -149,7 +149,7 @@ impl Columns {
 /// What `/history.json` answers.
 #[derive(Debug, Serialize)]
 pub struct Past {
-    /// Whose; `None` for all together.
+    /// The domain; `None` for all together.
     pub domain: Option<String>,
     /// One point a sample.
     pub fine: Columns,

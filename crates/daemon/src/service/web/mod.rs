@@ -6,12 +6,12 @@
 
 pub mod history;
 
+use crate::service::daemon::Daemon;
 use crate::service::http::{self, Request, Response};
-use crate::service::listener::Daemon;
+use crate::service::report;
 use history::History;
 use pagefold_os::sync::lock;
 use std::io;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, SystemTime};
@@ -36,11 +36,9 @@ pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Name> {
     sample(&daemon, &seen);
     let (sampled, sampler) = (seen.clone(), daemon.clone());
     let answering = daemon;
-    let name = http::serve("web", at, move |request| {
-        (!answering.stopping.load(Ordering::Acquire)).then(|| answer(&seen, request))
-    })?;
+    let name = http::serve("web", at, move |request| (!answering.is_stopping()).then(|| answer(&seen, request)))?;
     thread::Builder::new().name("web-sample".into()).spawn(move || {
-        while !sampler.stopping.load(Ordering::Acquire) {
+        while !sampler.is_stopping() {
             thread::sleep(INTERVAL);
             sample(&sampler, &sampled);
         }
@@ -49,7 +47,7 @@ pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Name> {
 }
 
 fn sample(daemon: &Daemon, seen: &Mutex<Seen>) {
-    let status = daemon.status();
+    let status = report::status(daemon);
     let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
     let mut shown = serde_json::to_value(&status).unwrap_or_default();
     if let (Some(shown), Some(more)) = (shown.as_object_mut(), daemon.more_status.get()) {

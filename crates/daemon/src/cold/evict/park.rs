@@ -1,0 +1,148 @@
+//! One client is parked: everything of it is evicted. Or it is unparked: everything is brought back.
+
+use super::bring_back::{bring_back, pages_out};
+use super::resident::evict_resident;
+use crate::cold::agent_connection::Gone;
+use crate::cold::client::Client;
+use crate::cold::group::Group;
+use pagefold_os::sync::lock;
+use pagefold_os::{Range, sched};
+use pagefold_tier::Effort;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Puts everything of a client out that can go; returns the pages that went. What is quickest comes first: the cleaner
+/// makes dense what is out.
+pub(crate) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
+    let mut held = lock(&client.link);
+    let link = held.as_mut().filter(|_| !group.is_closing())?;
+    client.set_parked(true);
+    let mut all = || -> Result<u64, Gone> {
+        let regions = link.regions()?;
+        link.watch(&regions)?;
+        lock(&client.eviction).ages.park(regions.clone(), group.tier.take_touched(client.region));
+        let parts = regions.into_iter().map(|region| (region, region)).collect();
+        evict_resident(client, link, &group.tier, parts, Effort::Dense)
+    };
+    match all() {
+        Ok(gone) => Some(gone),
+        Err(Gone) => {
+            link.socket.shut();
+            *held = None;
+            None
+        }
+    }
+}
+
+/// Brings everything of a client back that there is room for, the pages touched last time first, and lets one go that is
+/// merged live as well if that is all; returns the pages that came.
+pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
+    client.set_parked(false);
+    // Nothing goes out meanwhile: what was loaded must still be what is out when it is copied.
+    let mut held = lock(&client.link);
+    let mut first = lock(&client.eviction).ages.unpark();
+    first.extend(group.tier.take_touched(client.region));
+    first.sort_unstable();
+    first.dedup();
+    let before = client.counters.pages_back.load(Ordering::Relaxed);
+    bring_back(group, client, &first);
+    let rest = pages_out(&group.tier, client, Range { start: 0, end: u64::MAX });
+    // Two hands: decompression is what takes the time.
+    let (left, right) = rest.split_at(rest.len() / 2);
+    let here = sched::cpu();
+    std::thread::scope(|scope| {
+        let other = std::thread::Builder::new().spawn_scoped(scope, || {
+            sched::keep_off(here);
+            bring_back(group, client, right);
+        });
+        bring_back(group, client, left);
+        if other.is_err() {
+            bring_back(group, client, right);
+        }
+    });
+    let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
+    // What its limit has no room for stays out under the lease: to end that its agent brings all, whatever it takes.
+    // Nor may it have to bring what could not be read or copied for now: it would wait for us with its guard held.
+    let everything = Range { start: 0, end: u64::MAX };
+    let all_here = pages_out(&group.tier, client, everything).is_empty();
+    if !client.bring_all_moved(&group.tier) {
+        return came;
+    }
+    if client.leased.load(Ordering::Relaxed) && all_here {
+        if let Some(mut link) = held.take() {
+            link.leave();
+            // That it has left is seen later.
+            client.leased.store(false, Ordering::Relaxed);
+        }
+        return came;
+    }
+    // The kernel serves fresh pages alone again. Not while something is out: what a bare mremap(2) takes of it elsewhere
+    // meanwhile would read zeros there.
+    if let Some(link) = held.as_mut().filter(|_| all_here) {
+        let released = link.regions().and_then(|regions| link.release(&regions));
+        if released.is_err() {
+            link.socket.shut();
+            *held = None;
+        }
+    }
+    came
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::evictor::tests::{beside_agent, group, linked};
+    use super::*;
+    use crate::cold::client::tests as client_tests;
+    use crate::memory_limits::tests::limited;
+    use pagefold_os::{Errno, PAGE_SIZE};
+    use pagefold_protocol::residency_map::EVICTED;
+
+    const PAGE: u64 = PAGE_SIZE as u64;
+
+    /// Its agent would make absent pages the kernel's, and a page that is awaited would read zero.
+    #[test]
+    fn moved_pages_are_brought_in_before_a_client_leaves() {
+        let Some((client, memory, agent)) = linked(2) else { return };
+        let (_cold, group) = group();
+        let [to, from] = [memory.addr() + PAGE, 1 << 30];
+        group.tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
+        client_tests::await_moved(&client, from, to);
+        client.leased.store(true, Ordering::Relaxed);
+        let is_there = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| {
+                let mut request = [0; 256];
+                let (len, _) = pagefold_os::sock::receive(&agent, &mut request, 0).unwrap();
+                let there = client.uffd.zero(Range::pages_from(to, 1), 0).1 == Some(Errno(libc::EEXIST));
+                pagefold_os::sock::send(&agent, &request[..len], &[]).unwrap();
+                there
+            });
+            unpark(&group, &client);
+            asked.join().unwrap()
+        });
+        assert!(is_there && lock(&client.link).is_none() && !client.leased.load(Ordering::Relaxed));
+        // SAFETY: there, mapped and ours.
+        assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
+    }
+
+    /// A bare mremap(2) may take it to where the missing mode has just ended.
+    #[test]
+    fn the_missing_mode_ends_when_nothing_is_out() {
+        let Some((mut client, memory, agent)) = linked(1) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        Arc::get_mut(&mut client).unwrap().limits = limited(dir.path(), 999, 1000);
+        let (_cold, group) = group();
+        let page = memory.addr() / PAGE;
+        group.tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).unwrap();
+        client.table.find_or_add(memory.addr()).unwrap();
+        client.table.set_state(memory.addr(), EVICTED);
+        let asks = beside_agent(&agent, || {
+            [(); 2].map(|()| {
+                let came = unpark(&group, &client);
+                limited(dir.path(), 100, 1000);
+                came
+            })
+        });
+        // For its regions, when the page was there.
+        assert_eq!(asks, ([0, 1], 1));
+    }
+}

@@ -1,0 +1,54 @@
+//! How a daemon works.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// How a daemon works.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where it listens.
+    pub socket: PathBuf,
+    /// Worker threads per domain.
+    pub workers: usize,
+    /// One pass of the watch stage.
+    pub period: Duration,
+    /// Largest size of each domain's pool, in bytes.
+    pub pool_max_bytes: u64,
+    /// Mappings that merging may add to one client.
+    pub vma_budget: u64,
+    /// Workers run only on processors that no other thread wants.
+    pub idle_priority: bool,
+    /// Exit when there was neither client nor request for this long.
+    pub idle_exit: Option<Duration>,
+    /// Started on behalf of a program: an address for metrics or the page that is taken is not an error.
+    pub on_demand: bool,
+    /// Serve metrics here: `HOST:PORT` on loopback, or `unix:PATH`.
+    pub metrics: Option<String>,
+    /// Serve the page here, in the same way.
+    pub web: Option<String>,
+    /// Predict slots from neighbours.
+    pub predict: bool,
+    /// How the cold tier works.
+    pub cold: crate::cold::config::Config,
+}
+
+/// One worker at ordinary priority and a period of 2 s, a pool of 1 GiB, slots predicted; everything else is off. The
+/// socket has no default.
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            socket: PathBuf::new(),
+            workers: 1,
+            period: Duration::from_secs(2),
+            pool_max_bytes: 1 << 30,
+            vma_budget: 1 << 14,
+            idle_priority: false,
+            idle_exit: None,
+            on_demand: false,
+            metrics: None,
+            web: None,
+            predict: true,
+            cold: crate::cold::config::Config::default(),
+        }
+    }
+}

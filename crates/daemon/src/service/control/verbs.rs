@@ -1,0 +1,157 @@
+//! The control verbs: what can be asked, what is answered, and what the daemon does about it.
+//!
+//! A new verb is a variant of [`Request`], with an arm in [`perform`] and one in [`Request::is_quick`]; both matches are
+//! exhaustive, so the compiler names what is missing.
+
+use crate::cold::selector::ClientSelector;
+use crate::service::daemon::Daemon;
+use crate::service::{park, report, verify};
+use crate::status::{Status, Verified};
+use serde::{Deserialize, Serialize};
+
+/// A control request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "ask", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Request {
+    /// The status of everything.
+    Status {},
+    /// Give the process private copies of its merged pages, and merge it no more.
+    Unmerge {
+        /// Process id of the client.
+        pid: i32,
+    },
+    /// Stop merging; merged pages stay merged. Without `pid`: all clients.
+    Pause {
+        /// Process id of the client.
+        pid: Option<i32>,
+    },
+    /// Merge again.
+    Resume {
+        /// Process id of the client.
+        pid: Option<i32>,
+    },
+    /// Evict all memory of these clients to the cold tier.
+    Park {
+        /// The clients.
+        whom: ClientSelector,
+    },
+    /// Bring all memory of these clients back from the cold tier.
+    Unpark {
+        /// The clients.
+        whom: ClientSelector,
+    },
+    /// Compare every shared mapping with its slot.
+    Verify {},
+    /// Stop the daemon; clients keep their merged pages.
+    Stop {},
+}
+
+/// The answer to a [`Request`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// To `Status`.
+    Status(Box<Status>),
+    /// To `Verify`.
+    Verified(Verified),
+    /// Done, for so many clients.
+    Done {
+        /// Clients.
+        count: u64,
+    },
+    /// To `Unmerge`.
+    Unmerged {
+        /// Pages that are private again.
+        count: u64,
+        /// Pages that stay shared: a device may be reading into them, or there is no memory for copies.
+        left: u64,
+    },
+    /// To `Park` and `Unpark`.
+    Moved {
+        /// Clients.
+        clients: u64,
+        /// Pages that went or came.
+        pages: u64,
+    },
+    /// Not done.
+    Error {
+        /// One line: what, where, what to do.
+        message: String,
+    },
+}
+
+impl Request {
+    /// True for a request that takes no time, however much memory the daemon manages.
+    pub(super) fn is_quick(&self) -> bool {
+        match self {
+            Request::Status {} | Request::Stop {} => true,
+            Request::Unmerge { .. }
+            | Request::Pause { .. }
+            | Request::Resume { .. }
+            | Request::Park { .. }
+            | Request::Unpark { .. }
+            | Request::Verify {} => false,
+        }
+    }
+}
+
+/// Does what `request` asks. The caller stops the daemon after a [`Request::Stop`], when the answer is on its way.
+pub(super) fn perform(daemon: &Daemon, request: &Request) -> Answer {
+    match request {
+        Request::Status {} => Answer::Status(Box::new(report::status(daemon))),
+        Request::Verify {} => Answer::Verified(verify::verify(daemon)),
+        Request::Stop {} => Answer::Done { count: 0 },
+        Request::Park { whom } => match park::park(daemon, whom) {
+            Ok(Some((clients, pages))) => Answer::Moved { clients, pages },
+            Ok(None) => no_client(whom, "client", "there is no client; pagefold run starts one"),
+            Err(message) => Answer::Error { message },
+        },
+        Request::Unpark { whom } => match park::unpark(daemon, whom) {
+            Some((clients, pages)) => Answer::Moved { clients, pages },
+            None => {
+                no_client(whom, "client of the cold tier", "there is no client of the cold tier: nothing is parked")
+            }
+        },
+        Request::Unmerge { pid } => unmerge(daemon, *pid),
+        Request::Pause { pid } => set_paused(daemon, *pid, true),
+        Request::Resume { pid } => set_paused(daemon, *pid, false),
+    }
+}
+
+fn unmerge(daemon: &Daemon, pid: i32) -> Answer {
+    let clients = daemon.live.clients_of(Some(pid));
+    if clients.is_empty() {
+        return not_merged(pid);
+    }
+    let done: Vec<_> = clients.iter().filter_map(|(domain, id)| domain.unmerge(*id).ok()).collect();
+    if done.is_empty() {
+        return Answer::Error { message: format!("{pid} is gone, or does not answer") };
+    }
+    let (count, left) = done.iter().fold((0, 0), |(count, left), one| (count + one.pages, left + one.left));
+    Answer::Unmerged { count, left }
+}
+
+fn set_paused(daemon: &Daemon, pid: Option<i32>, is_paused: bool) -> Answer {
+    let clients = daemon.live.clients_of(pid);
+    if let Some(pid) = pid.filter(|_| clients.is_empty()) {
+        return not_merged(pid);
+    }
+    let done = clients.iter().filter(|(domain, id)| domain.pause(*id, is_paused)).count();
+    daemon.live.wake_workers();
+    Answer::Done { count: done as u64 }
+}
+
+fn not_merged(pid: i32) -> Answer {
+    Answer::Error { message: format!("{pid} is no client that is merged live; pagefold status lists them") }
+}
+
+/// The selector selects no `kind`; `none` says that there is none at all.
+fn no_client(clients: &ClientSelector, kind: &str, none: &str) -> Answer {
+    Answer::Error {
+        message: match clients {
+            ClientSelector::Pid(pid) => format!("{pid} is no {kind}; pagefold status lists them"),
+            ClientSelector::Cgroup(path) => format!("no {kind} is in the cgroup {path}"),
+            ClientSelector::All => none.into(),
+        },
+    }
+}
