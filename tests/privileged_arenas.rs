@@ -22,12 +22,6 @@ fn program() -> Option<&'static Path> {
     })
 }
 
-fn live(host: &Host, program: &Path) -> Served {
-    let mut command = host.run_live();
-    command.arg(program);
-    Served::start_of(command)
-}
-
 /// Pages of its blocks that are the pool's: in first heaps, and in later ones.
 fn merged(client: &mut Served) -> (u64, u64) {
     let said = client.says("merged");
@@ -49,7 +43,7 @@ fn wait_for_merging(client: &mut Served, pages: u64) {
 fn blocks_of_threads_are_merged() {
     let Some(program) = program() else { return };
     let host = Host::start(&["--no-keeper"]);
-    let mut client = live(&host, program);
+    let mut client = Served::start_live_of(&host, program);
     wait_for_merging(&mut client, PAGES);
     client.says("check");
     host.verify();
@@ -75,7 +69,7 @@ fn blocks_of_threads_go_to_the_tier_and_come_back() {
 fn blocks_of_threads_are_merged_parked_and_merged_again() {
     let Some(program) = program() else { return };
     let host = Host::start(&[]);
-    let mut client = live(&host, program);
+    let mut client = Served::start_live_of(&host, program);
     wait_for_merging(&mut client, PAGES);
     {
         let _parking = Parking::start(&host.socket, &["park", "unpark"], Duration::from_millis(500));
@@ -105,7 +99,7 @@ fn arenas_that_end_are_left_alone() {
     command.args(["--mount", "sh", "-c", script, "sh"]).arg(&two).arg(common::TOOL).arg(&host.socket).arg(program);
     let mut client = Served::start_of(command);
     // Others' are merged.
-    let mut others = live(&host, program);
+    let mut others = Served::start_live_of(&host, program);
     wait_for_merging(&mut others, PAGES);
     client.says("storm 4000");
     assert_eq!(merged(&mut client), (0, 0));

@@ -58,7 +58,7 @@ fn a_browser_works_with_all_its_memory_merged_or_cold() {
     }
 }
 
-/// As another user, whose browser has its sandbox: namespaces, an empty root directory, filters of system calls.
+/// As another user, so that the browser has its sandbox: namespaces, an empty root directory, filters of system calls.
 #[test]
 fn a_browser_in_its_sandbox_works_the_same() {
     if !is_root() || !can_merge() {
@@ -70,7 +70,7 @@ fn a_browser_in_its_sandbox_works_the_same() {
     let dir = place();
     let at = dir.path();
     assert!(Command::new("cp").arg(TOOL).arg(at.join("pagefold")).status().expect("cp").success());
-    // Its own /dev/userfaultfd, open to all, which nobody else sees; all processes end with the namespace.
+    // A private /dev/userfaultfd, open to all users of the namespace; all processes end with the namespace.
     let script = format!(
         "set -e; mkdir {at}/dev; mount -t tmpfs tmpfs {at}/dev
         mknod -m 666 {at}/dev/uffd c $(stat -c '0x%t 0x%T' /dev/userfaultfd)

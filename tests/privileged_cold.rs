@@ -1,5 +1,5 @@
-//! The cold tier behind live clients: whatever they and we live through, every page reads as last written, or, when all
-//! who held it are dead, ends in SIGBUS. `PAGEFOLD_KILLS=N` sets the number of killed daemons.
+//! The cold tier behind live clients: every page reads as last written, or raises SIGBUS when daemon and keeper are both
+//! dead. `PAGEFOLD_KILLS=N` sets the number of killed daemons.
 
 mod common;
 
@@ -132,7 +132,7 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
             let _ = parking.wait();
         }
         if random.below(6) == 0 {
-            // A client may be killed as well; nobody else notices.
+            // A client may be killed too; the others are not affected.
             clients.remove(0);
             clients.push(Served::start(&host, &[], 8));
         }
@@ -144,7 +144,7 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
     }
 }
 
-/// What the child of a fork that nobody saw lacks when the daemon dies it waits for, also beyond the successor's end.
+/// A child of a raw fork waits for the pages that it has not received when the daemon dies, even beyond the next daemon's end.
 #[test]
 fn a_child_reads_no_zeros_when_the_daemon_dies_while_it_is_given_its_pages() {
     if !can_merge() || program().is_none() {
@@ -254,7 +254,7 @@ fn with_daemon_and_keeper_dead_a_lost_page_is_a_sigbus_and_never_other_bytes() {
     let out = host.park(client.pid());
     assert!(out > 500, "{out}");
     host.kill_all();
-    // It waits, finds that nobody will ever come, and goes on with what it has.
+    // The client waits, finds that no daemon will come, and continues with the pages it has.
     client.send("lost");
     let line = client.line();
     let lost: u64 =
@@ -394,7 +394,7 @@ fn who_is_moved_to_another_group_lives_within_its_limit() {
     wait_for("the pages to go", 20, || host.park(client.pid()) > 20_000);
     group.take(client.pid());
     group.limit(48 << 20);
-    // While this goes on nobody but who brings pages back sees where the client is.
+    // During this time only the fault thread knows that the client moved to the group.
     assert!(host.tool(&["unpark", &client.pid().to_string()]).status.success());
     for command in ["check", "write 3000", "check"] {
         client.does(command);
@@ -442,7 +442,7 @@ fn a_child_has_every_page_that_it_inherits() {
         client.does("check");
     }
     drop((client, host));
-    // One that is told brings the pages to a child whose fork nobody saw, who is no client by inheritance.
+    // The child of a fork that the library did not see is no client of its own: the agent of its parent brings it the pages.
     let host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 16);
     for command in ["barefork", "clone3"] {
@@ -539,8 +539,8 @@ impl Manager {
         }
     }
 
-    /// Starts a daemon as the manager does: descriptors from number 3 on, the last one left first, and one of somebody
-    /// else's among them.
+    /// Starts a daemon as the service manager does: with descriptors from number 3 on, the last one left first, and a foreign
+    /// one among them.
     fn start(&self, socket: &Path, notify: &Path, args: &[&str]) -> std::process::Child {
         use std::os::unix::process::CommandExt;
         let stranger = pagefold_os::fd::Fd::open(c"/dev/null", libc::O_RDONLY, 0).expect("/dev/null");

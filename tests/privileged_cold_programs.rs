@@ -1,4 +1,4 @@
-//! Programs nobody wrote for us, with their memory in the cold tier while they work: python, redis, stress-ng, a guest.
+//! Unmodified programs with their memory in the cold tier while they work: python, redis, stress-ng, a guest.
 
 mod common;
 

@@ -98,7 +98,7 @@ fn a_disk_block_is_one_frame_in_the_host_and_in_every_guest() {
         assert_eq!(guest.sum(), Some(sum.clone()), "a guest read other bytes");
     }
 
-    // Frames that the server and every guest map, and whose bytes are a block of the image.
+    // Frames that the server and every guest map, and that hold a block of the image.
     let blocks: HashSet<&[u8]> = data.chunks_exact(4096).collect();
     let mut common = 0;
     let goal = IMAGE_LEN / 4096 / 2;

@@ -71,7 +71,7 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     // Every block of the second image is one of the first's.
     assert_eq!(saved, data.len() as u64);
 
-    // Whoever looks elsewhere for its socket is told that it is there.
+    // A command with another runtime directory reports that the mount exists.
     for args in [&["disk", "status"][..], &["disk", "status", &at]] {
         let elsewhere = tool(args).env("PAGEFOLD_RUNTIME_DIR", base.path().join("else")).output().expect("status");
         let said = String::from_utf8_lossy(&elsewhere.stderr).into_owned();
@@ -201,7 +201,7 @@ fn a_mount_with_too_few_descriptors_for_its_threads_is_refused() {
     assert!(!pagefold_disk::mount::is_mounted(&mount));
 }
 
-/// Who is interrupted while he waits for a mount finds none there later.
+/// If the command is interrupted while it waits for the mount, no mount appears later.
 #[test]
 fn an_interrupted_mount_in_the_background_does_not_come() {
     let Some((base, images, mount)) = place() else { return };
@@ -213,7 +213,7 @@ fn an_interrupted_mount_in_the_background_does_not_come() {
         command.env("PAGEFOLD_RUNTIME_DIR", base.path().join("run")).stdin(Stdio::null()).stdout(Stdio::null());
         let mut caller = command.spawn().expect("the tool runs");
         let children = format!("/proc/{0}/task/{0}/children", caller.id());
-        // One that has its program: until then who called for it stands still as well.
+        // Wait until the child has executed its program: before that its caller is stopped too (vfork).
         let runs = |pid: &i32| {
             std::fs::read_to_string(format!("/proc/{pid}/cmdline"))
                 .is_ok_and(|line| line.contains("mount") && !line.contains("--background"))
@@ -289,7 +289,7 @@ fn nothing_is_put_into_a_runtime_directory_that_others_may_write() {
     }
 }
 
-/// Its first line tells who waits that the mount is there: a mount that cannot say it would be waited for for ever.
+/// The first line on its output tells the waiting command that the mount exists; without it the command would wait for ever.
 #[test]
 fn a_mount_in_the_background_needs_room_for_its_messages() {
     let Some((base, images, mount)) = place() else { return };

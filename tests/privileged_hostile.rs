@@ -16,7 +16,7 @@ struct Accepted {
     channel: Channel,
 }
 
-/// Who asks nothing for so long, in milliseconds, will not.
+/// A daemon that sends no request for this long, in milliseconds, sends none any more.
 const SILENCE_MS: u64 = 3_000;
 
 fn connect(daemon: &Daemon) -> Fd {

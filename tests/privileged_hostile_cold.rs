@@ -252,7 +252,7 @@ fn liar() {
                     scope.spawn(|| {
                         loop {
                             touch(liar.range());
-                            // SAFETY: the liar's own memory, whose bytes nobody wants.
+                            // SAFETY: the range is the liar's own mapping, to which no Rust reference exists; any bytes are valid there.
                             let _ = unsafe {
                                 pagefold_os::mem::advise(liar.memory.addr(), liar.range().len(), libc::MADV_DONTNEED)
                             };

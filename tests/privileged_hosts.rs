@@ -39,7 +39,7 @@ fn the_emulator_for_libvirt_merges_guests_and_never_keeps_one_from_starting() {
     if !can_merge() || installed("qemu-system-x86_64").is_none() {
         return;
     }
-    // Nobody shall take its place when it is killed in the end.
+    // Without a keeper, no other daemon starts when this one is killed at the end.
     let daemon = Daemon::start(&["--no-keeper"]);
     let wrapper = source("dist/libvirt/pagefold-qemu");
     let path = path_with_the_tool(daemon.dir.path());

@@ -1,5 +1,5 @@
-//! Programs whose every access is looked at, by a sanitizer or by valgrind, and those for which another library plays something:
-//! they run as they do without pagefold.
+//! Programs under a sanitizer or valgrind, which check every access, and programs with another library that answers system
+//! calls: they run as they do without pagefold.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Daemons and clients killed at random instants: those who live go on, every byte right, and nothing is left behind.
+//! Daemons and clients are killed at random instants: the others continue with every byte right, and nothing is left over.
 //! `PAGEFOLD_KILLS=N` sets the number of rounds.
 
 mod common;
@@ -71,7 +71,7 @@ fn whoever_is_killed_the_others_go_on() {
     });
 }
 
-/// The memory of a pool outlives its daemon in those who map it: whoever is killed, and whenever, it goes with the last of them.
+/// Clients that map a pool keep its memory alive after the daemon: it is freed with the last of them, whichever is killed when.
 #[test]
 fn a_daemon_that_is_killed_while_it_merges_loses_nothing_and_leaves_nothing() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
@@ -162,7 +162,7 @@ fn without_a_daemon_the_agent_runs_anywhere() {
     }
 }
 
-/// A worker stays on one processor for the length of a step only; where it runs else is who runs the daemon's to say, at any time.
+/// A worker binds itself to one processor for a step only; otherwise the operator sets its processors, at any time.
 #[test]
 fn a_daemon_that_is_bound_to_a_processor_stays_there() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
@@ -184,6 +184,6 @@ fn a_daemon_that_is_bound_to_a_processor_stays_there() {
             may_run(daemon.pid(), "worker-0").expect("a worker").1
         })
     };
-    // Who says so in the middle of a step, of just that processor, is not heard.
+    // A setting that arrives in the middle of a step for the same processor is lost, hence several tries.
     assert!(std::iter::repeat_with(stays).take(5).any(|stayed| stayed), "the worker went back to where it was before");
 }

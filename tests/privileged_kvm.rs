@@ -3,7 +3,7 @@
 //! Two processes each run a guest of a few instructions in 32-bit mode. Every
 //! round the guest reads all its pages, adding up their second words, and
 //! increments the first word of each eighth page. Both guests hold the same
-//! bytes otherwise, so what nobody writes is merged, what is written breaks,
+//! bytes otherwise: pages that are not written are merged, written pages break,
 //! and guest and host must agree about every byte at the end of every round.
 
 #![cfg(target_arch = "x86_64")]
@@ -215,7 +215,7 @@ fn a_guests_memory_is_merged_while_it_writes() {
     for _ in 0..20 {
         work(&mut guests);
     }
-    // Nobody writes: what was written differs from its twin or equals it; either is shared or left, and verified.
+    // The guests rest. A page that was written is shared if it equals its twin, and left otherwise; all are verified.
     std::thread::sleep(std::time::Duration::from_millis(500));
     daemon.verify();
     work(&mut guests);

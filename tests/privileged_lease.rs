@@ -8,7 +8,7 @@ use common::{Busy, Random, can_merge, may_run, wait_for};
 use serde_json::Value;
 use std::time::Duration;
 
-/// Two clients that hold the same, and the first as much again that nobody else has: half of it merges, the rest can go out.
+/// Two clients with equal memory; the first has as much again without twins. Half of its memory merges, the rest can be evicted.
 const MIB: [u64; 2] = [16, 8];
 
 fn live(host: &Host, pid: i32) -> Option<Value> {
@@ -174,7 +174,8 @@ fn a_daemon_that_stops_brings_everything_back() {
     client.does("check");
 }
 
-/// Unparked under a limit of half of what is out, and when the daemon stops: what has no room stays out, and nobody is killed.
+/// The memory limit is half of what is evicted. After `unpark`, and when the daemon stops, pages beyond it stay evicted and no
+/// process is killed.
 #[test]
 fn what_a_limit_has_no_room_for_stays_parked() {
     if !can_merge() || program().is_none() {

@@ -69,7 +69,7 @@ fn a_limit_of_memory_means_no_failure() {
     group.assert_nobody_was_killed();
 }
 
-/// The kernel ends who takes a page too many; a pool that stops growing in time is a smaller saving only.
+/// The kernel kills a daemon beyond its limit; a pool that stops growing in time only saves less.
 #[test]
 fn a_daemon_at_its_limit_of_memory_merges_less() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
@@ -87,7 +87,7 @@ fn a_daemon_at_its_limit_of_memory_merges_less() {
     assert!(client.end().success());
 }
 
-/// A client costs memory too: who comes where there is none is not covered, until there is.
+/// A client costs the daemon memory: without memory a new client is not covered, until there is some.
 #[test]
 fn a_daemon_at_its_limit_of_memory_takes_nobody_more() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
@@ -111,7 +111,7 @@ fn a_daemon_at_its_limit_of_memory_takes_nobody_more() {
     clients.into_iter().for_each(|client| assert!(client.end().success()));
 }
 
-/// A daemon without descriptors says so of whom it cannot manage, and manages him when it has some.
+/// A daemon without descriptors gives that reason for each client that it does not cover, and covers it once it has some.
 #[test]
 fn a_limit_of_descriptors_is_named() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
@@ -129,7 +129,7 @@ fn a_limit_of_descriptors_is_named() {
         let fds = std::fs::read_dir(format!("/proc/{}/fd", daemon.pid())).expect("the daemon's").flatten();
         fds.filter_map(|fd| fd.file_name().to_str()?.parse().ok()).collect()
     };
-    // Who asked whether it listens has left.
+    // The connection that checked whether the daemon listens is closed.
     wait_for("the daemon to rest", 20, || {
         let before = taken();
         std::thread::sleep(std::time::Duration::from_millis(300));
@@ -140,7 +140,7 @@ fn a_limit_of_descriptors_is_named() {
     limit((0..).filter(|number| !taken.contains(number)).nth(1).unwrap_or(0));
     let client = Server::start(daemon.run(&[]), program);
     let why = |daemon: &Daemon| {
-        // Who asks takes the one descriptor too.
+        // The status request needs the one descriptor too.
         let output = daemon.tool(&["status", "--json"]);
         let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
         status["not_covered"]
@@ -269,7 +269,7 @@ fn what_cannot_be_run_is_said_in_one_line() {
     assert!(err.contains("--no-such-option"), "{err}");
 }
 
-/// The program finds no child that it never made, and what it holds open nobody else holds.
+/// The program has no child that it did not start, and the daemon keeps none of its descriptors open.
 #[test]
 fn a_daemon_that_run_starts_stands_by_itself() {
     if !can_merge() {

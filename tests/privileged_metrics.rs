@@ -16,7 +16,7 @@ fn dist(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("dist").join(path)
 }
 
-/// Head and body of the answer to who accepts `kinds`.
+/// Head and body of the answer to a request that accepts `kinds`.
 fn get(socket: &Path, kinds: &str) -> (String, String) {
     let mut stream = UnixStream::connect(socket).expect("the metrics");
     write!(stream, "GET /metrics HTTP/1.0\r\nAccept: {kinds}\r\n\r\n").expect("a request");

@@ -97,7 +97,7 @@ fn keeps_every_key(parked: bool) {
     if !can_merge() || installed("redis-server").is_none() {
         return;
     }
-    // Nobody shall take its place when it is killed in the end.
+    // Without a keeper, no other daemon starts when this one is killed at the end.
     let daemon = Daemon::start(&["--no-keeper"]);
     let servers: Vec<_> = (0..SERVERS).map(|number| server(&daemon, number)).collect();
     let mut streams: Vec<UnixStream> = servers.iter().map(|(_, socket)| connect(socket)).collect();

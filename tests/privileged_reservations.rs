@@ -14,12 +14,6 @@ fn program() -> Option<&'static Path> {
     compiled(&BUILT, "reservations", can_merge)
 }
 
-fn live(host: &Host, program: &Path) -> Served {
-    let mut command = host.run_live();
-    command.arg(program);
-    Served::start_of(command)
-}
-
 /// Waits until nearly all of the 8,192 pages of each area are merged. Islands of a page among closed ones are left alone.
 fn wait_for_merging(client: &mut Served) {
     let mut last = Vec::<u64>::new();
@@ -35,7 +29,7 @@ fn wait_for_merging(client: &mut Served) {
 fn what_is_opened_piece_by_piece_is_merged() {
     let Some(program) = program() else { return };
     let host = Host::start(&["--no-keeper"]);
-    let mut client = live(&host, program);
+    let mut client = Served::start_live_of(&host, program);
     wait_for_merging(&mut client);
     client.says("check");
     host.verify();

@@ -1,11 +1,11 @@
-//! `pagefold scan` between users, and of all processes. Needs root to become somebody else, and to make a PID
+//! `pagefold scan` between users, and of all processes. Needs root to become another user, and to make a PID
 //! namespace in which "all processes" are this test's own.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// The user and group "nobody" of Linux distributions.
+/// The unprivileged user and group of Linux distributions.
 const NOBODY: u32 = 65534;
 
 fn is_root() -> bool {

@@ -64,11 +64,11 @@ fn an_agent_does_not_wait_for_itself() {
     });
     daemon.replace();
     wait_for("the client to greet", 60, || daemon.status()["clients"].as_array().is_some_and(|all| all.len() == 1));
-    // Who waits for ever is ended, and so found.
+    // A client that would wait for ever is killed, and the test fails.
     let (done, ended) = std::sync::mpsc::channel::<()>();
     let watch = std::thread::spawn(move || {
         if ended.recv_timeout(std::time::Duration::from_secs(60)).is_err() {
-            // SAFETY: our child, which nobody has waited for.
+            // SAFETY: kill takes no pointers. The child was not waited for, so its pid is not reused.
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
     });

@@ -105,7 +105,7 @@ struct Cleanup<'a> {
 
 impl Drop for Cleanup<'_> {
     fn drop(&mut self) {
-        // SAFETY: a signal to the group that this test made; at the end of a good run there is nobody in it.
+        // SAFETY: kill takes no pointers. The process group was made by this test; after a good run it is empty.
         unsafe { libc::kill(-self.group, libc::SIGKILL) };
         let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let here = self.dir.display().to_string();

@@ -1,4 +1,4 @@
-//! The configuration file as a running tool reads it: where it is looked for, who wins, and one line when it is wrong.
+//! The configuration file as a running tool reads it: its places, the precedence of settings, and one line for an invalid file.
 
 mod common;
 
@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// The tool with nobody's configuration but what lies below `home`.
+/// The tool, with no configuration besides the one below `home`.
 fn tool(home: &Path) -> Command {
     let mut command = Command::new(TOOL);
     command.env("HOME", home).env("NO_COLOR", "1");

@@ -21,7 +21,7 @@ fn ok(command: &mut Command) -> String {
     text
 }
 
-/// The packages in a directory of their own; fast to make, for nobody downloads these.
+/// The packages in a directory of their own, compressed fast instead of well.
 fn build() -> tempfile::TempDir {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let beside = std::env::current_exe().expect("a path").parent().expect("a directory").to_path_buf();

@@ -317,7 +317,7 @@ fn without_colour_and_in_windows_of_any_size() {
     assert_eq!(window.top.0.wait().expect("it ends").code(), Some(0));
 }
 
-/// A window that is closed takes the program along, even if nobody sends it a signal.
+/// The program ends when its terminal is closed, even without a signal.
 #[test]
 fn a_closed_window_ends_it() {
     let dir = tempfile::tempdir().expect("a directory");

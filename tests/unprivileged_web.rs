@@ -44,7 +44,7 @@ fn daemon_at_ports<const N: usize>(dir: &Path, options: [&str; N]) -> Option<(Re
         let options: Vec<&str> = options.iter().zip(&places).flat_map(|(option, place)| [*option, place]).collect();
         match try_daemon(dir, &options) {
             Ok(daemon) => return Some((daemon, ports)),
-            // Somebody took one since.
+            // Another process has taken one of the ports meanwhile.
             Err(said) if said.contains("in use") => {}
             Err(said) => {
                 skipped(&format!("no daemon here: {said}"));
@@ -62,7 +62,7 @@ fn try_daemon(dir: &Path, options: &[&str]) -> Result<Reaped, String> {
         .args(["daemon", "--priority=normal", "--no-keeper", "--scan-interval", "200ms", "--socket"])
         .arg(&socket)
         .args(options);
-    // Its own stores and mounts, not those of who runs the test.
+    // Its own stores and mounts, not those of the user that runs the test.
     command.env("PAGEFOLD_STORE", dir.join("images")).env("PAGEFOLD_RUNTIME_DIR", dir.join("run"));
     command.stdout(Stdio::null()).stderr(Stdio::piped());
     let mut daemon = Reaped(command.spawn().expect("the daemon starts"));
@@ -158,7 +158,7 @@ fn only_proper_requests_of_this_machine_are_answered() {
     }
     assert!(get(web, "/history.json?since=yesterday").0.starts_with("HTTP/1.1 400 "));
 
-    // Who connects and says nothing holds one of the places for a while, and nobody else up for ever.
+    // An idle connection holds one of the permits for a while, and does not keep others out for ever.
     let idle: Vec<TcpStream> = (0..40).filter_map(|_| TcpStream::connect(("127.0.0.1", web)).ok()).collect();
     wait("an answer beside idle connections", || get(web, "/status.json").0.starts_with("HTTP/1.1 200"));
     drop(idle);
@@ -193,7 +193,7 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
     std::fs::write(&file, "precious").expect("a file");
     let path = format!("unix:{}", file.display());
     let nowhere = format!("unix:{}/none/web.sock", dir.path().display());
-    // The daemon's own socket, which takes packets: in its place nobody would find the daemon.
+    // The daemon's own socket takes packets: if the page replaced it, no client would find the daemon.
     let own = format!("unix:{}", dir.path().join("daemon.sock").display());
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("its number").to_string();
@@ -229,7 +229,7 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
     assert_eq!(std::fs::read(&file).expect("a file"), b"precious");
 }
 
-/// A client whose name is markup, in `domain`; `None`, after saying so, if there is no python3.
+/// A client with markup as its name, in `domain`; `None`, after saying so, if there is no python3.
 fn client(dir: &Path, domain: &str) -> Option<Reaped> {
     let found = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
     let Some(found) = found.ok().filter(|output| output.status.success()) else {

@@ -1,6 +1,6 @@
 //! A daemon with a keeper, for the tests of the cold tier.
 
-use super::{PATIENCE, Reaped, TOOL, comes, installed, skipped, wait_for};
+use super::{PATIENCE, Reaped, TOOL, c_program, comes, skipped, wait_for};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ impl Host {
         Host::start_by(|socket| spawn(socket, args))
     }
 
-    /// As [`start`](Self::start), by somebody else's hand.
+    /// Like [`start`](Self::start), with a daemon that the caller starts.
     pub fn start_by(start: impl FnOnce(&Path) -> Child) -> Host {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("s");
@@ -111,19 +111,19 @@ impl Host {
         self.status()["pid"].as_i64().expect("a number") as i32
     }
 
-    /// As `kill -9` of whoever is the daemon now; the keeper starts the next one.
+    /// Kills the current daemon by SIGKILL; the keeper starts the next one.
     pub fn kill_daemon(&mut self) {
         let pid = self.pid();
         kill(pid);
         if pid == self.child.id() as i32 {
             let _ = self.child.wait();
         }
-        // One that the keeper started is nobody's child here. Until it has ended it holds the lock, and who is started then
-        // gives way to it.
+        // A daemon that the keeper started is not a child of this process. Until it has ended it holds the lock, and a new
+        // daemon would exit.
         wait_for("the daemon to have ended", 30, || has_ended(pid));
     }
 
-    /// As [`kill_daemon`](Self::kill_daemon) where maybe nobody has pages out: a keeper that holds nothing starts nobody.
+    /// Like [`kill_daemon`](Self::kill_daemon), and starts the next daemon if the keeper holds no pages and starts none.
     pub fn replace_daemon(&mut self, args: &[&str]) {
         self.kill_daemon();
         let keeper = pagefold_tier::keeper::Keeper::connect(&self.keeper_path());
@@ -136,7 +136,7 @@ impl Host {
     pub fn kill_all(&mut self) {
         if let Some(keeper) = self.keeper_pid() {
             kill(keeper);
-            // Also where a test has failed, whose panic another one would hide.
+            // No panic here: it would hide the panic of a failed test.
             if !comes(PATIENCE, || self.keeper_pid().is_none()) {
                 eprintln!("the keeper {keeper} does not end");
             }
@@ -175,23 +175,12 @@ pub fn spawn(socket: &Path, args: &[&str]) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
 }
 
-/// A client that was compiled, and where it lies.
-pub type Compiled = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
+/// The path of a compiled client.
+pub type Compiled = OnceLock<Option<PathBuf>>;
 
-/// The client of `tests/programs/NAME.c`, compiled once if it `fits` here.
+/// The client of `tests/programs/NAME.c`, compiled if it `fits` here.
 pub fn compiled(built: &'static Compiled, name: &str, fits: impl FnOnce() -> bool) -> Option<&'static Path> {
-    let built = built.get_or_init(|| {
-        installed("cc").filter(|_| fits())?;
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-        let program = dir.path().join(name);
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/programs/{name}.c"));
-        let mut cc = Command::new("cc");
-        cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
-        let done = cc.output().expect("cc runs");
-        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
-        Some((dir, program))
-    });
-    built.as_ref().map(|(_, program)| program.as_path())
+    built.get_or_init(|| fits().then(|| c_program(name))?).as_deref()
 }
 
 /// The compiled client, once.
@@ -244,6 +233,13 @@ impl Served {
 
     pub fn start_by(mut command: Command, mib: u64) -> Served {
         command.arg(program().expect("looked for before")).arg(mib.to_string());
+        Served::start_of(command)
+    }
+
+    /// Runs `program`, which is merged live, under the host's daemon.
+    pub fn start_live_of(host: &Host, program: &Path) -> Served {
+        let mut command = host.run_live();
+        command.arg(program);
         Served::start_of(command)
     }
 

@@ -72,7 +72,7 @@ impl Drop for Busy {
     }
 }
 
-/// Says why a test is not tried, where nobody overlooks it.
+/// Reports why a test is skipped, even when the test harness hides the output of passing tests.
 pub fn skipped(why: &str) {
     // Not through the test harness, which hides the output of tests that pass.
     let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
@@ -124,33 +124,37 @@ pub fn installed(program: &str) -> Option<PathBuf> {
 /// The compiled C program with the scenarios; `None` after saying that there is no compiler.
 pub fn semantics() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    BUILT.get_or_init(|| installed("cc").map(|cc| build_semantics(&cc))).as_deref()
+    BUILT.get_or_init(|| c_program("semantics")).as_deref()
 }
 
-/// Builds the program once for each state of its sources: all test binaries use the same one.
-fn build_semantics(cc: &Path) -> PathBuf {
-    let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/semantics");
-    let entries = std::fs::read_dir(sources).expect("the sources");
-    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
-    files.sort();
+/// A C program of `tests/programs`: `NAME.c`, or all files of `NAME`. It is built once for each state of its sources, and all
+/// test binaries use the same one. `None` after saying that there is no compiler.
+pub fn c_program(name: &str) -> Option<PathBuf> {
+    let cc = installed("cc")?;
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs");
+    let mut files = vec![sources.join(format!("{name}.c"))];
+    if let Ok(entries) = std::fs::read_dir(sources.join(name)) {
+        files = entries.map(|entry| entry.expect("an entry").path()).collect();
+        files.sort();
+    }
     let mut state = DefaultHasher::new();
     files.iter().for_each(|file| std::fs::read(file).expect("a source").hash(&mut state));
     let builds = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let dir = builds.join(format!("semantics-{:016x}", state.finish()));
+    let dir = builds.join(format!("{name}-{:016x}", state.finish()));
     if !dir.exists() {
         let new = tempfile::tempdir_in(builds).expect("a directory");
         let mut command = Command::new(cc);
-        command.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(new.path().join("semantics"));
+        command.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(new.path().join(name));
         command.args(files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "c")));
         let done = command.output().expect("cc runs");
         assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
         // If another test binary was faster, this fails and its program is used.
         let _ = std::fs::rename(new.path(), &dir);
     }
-    dir.join("semantics")
+    Some(dir.join(name))
 }
 
-/// Python as distributions install it, not a wrapper of somebody's; `None` after saying that there is none.
+/// Python where distributions install it, without wrappers in PATH; `None` after saying that there is none.
 pub fn python() -> Option<&'static str> {
     let found = ["/usr/bin/python3", "/usr/local/bin/python3"].into_iter().find(|path| Path::new(path).exists());
     if found.is_none() {

@@ -6,7 +6,7 @@
  *   baremove         move by a bare system call
  *   clone3           as fork, by syscall(SYS_clone3); the child then installs a filter and discards
  *   barefork         the same by a bare system call
- *   waitfork         rawfork, whose child may also wait for its pages until it is ended
+ *   waitfork         like rawfork; the child may also wait for its pages until it is killed
  *   fill             write every page
  *   partfork         as fork, but the first pages are not for the child (MADV_DONTFORK)
  *   populate         MADV_POPULATE_WRITE of all    hide      fork while the memory may not be touched (PROT_NONE)

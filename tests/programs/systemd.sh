@@ -41,7 +41,7 @@ for name in one two cold user-one user-two; do
     sed "s,/usr/bin/program,/usr/bin/silent," "$4/../examples/service.conf" \
         > "$root/etc/systemd/system/$name.service.d/pagefold.conf"
 done
-# What services may call at most where their units say so; who calls anything else is killed.
+# The calls that services may make, where their units limit them; systemd kills a service for any other call.
 for name in two cold; do echo 'SystemCallFilter=@system-service' >> "$root/etc/systemd/system/$name.service"; done
 sed -i 's,run --manage all,run --cold,' "$root/etc/systemd/system/cold.service.d/pagefold.conf"
 for name in user-one user-two; do

@@ -25,11 +25,11 @@ fn run_names_what_is_no_daemons_socket_and_leaves_nothing_beside_it() {
     }
 }
 
-/// Who started a daemon that ends waits for another one only if there is one: a daemon that gives way says so.
+/// A daemon that exits because another one serves says so: only then does the command that started it wait for the other.
 #[test]
 fn a_daemon_that_ends_tells_whether_another_comes() {
     let tool = Tool::new();
-    // What a daemon at `name` says to whoever started it, and on its standard error.
+    // What a daemon at `name` reports to the process that started it, and prints on standard error.
     let started = |name: &str| {
         let (input, mut ours) = std::os::unix::net::UnixStream::pair().expect("sockets");
         let mut command = tool.command(&["daemon", "--on-demand", "--no-keeper", "--socket", name]);
@@ -40,8 +40,7 @@ fn a_daemon_that_ends_tells_whether_another_comes() {
         ours.read_to_string(&mut said).expect("its last word");
         (said, text(&errors))
     };
-    // One can be and the other cannot.
-    // As long as a socket's path may be.
+    // The longest possible path of a socket; one byte more is refused below.
     let metrics = format!("{}/{}", tool.dir.path().display(), "m".repeat(106 - tool.dir.path().as_os_str().len()));
     let at = format!("unix:{metrics}");
     let mut command = tool.command(&["daemon", "--no-keeper", "--socket", "s", "--metrics", &at, "--web", "unix:w"]);
@@ -57,8 +56,8 @@ fn a_daemon_that_ends_tells_whether_another_comes() {
     let (said, errors) = started("t");
     assert_eq!(said, "");
     assert!(errors.contains(&lock.display().to_string()), "{errors}");
-    // And an orderly end leaves nothing.
-    // SAFETY: a child that was not waited for.
+    // An orderly end leaves no file.
+    // SAFETY: kill takes no pointers. The child was not waited for, so its pid is not reused.
     unsafe { libc::kill(daemon.pid(), libc::SIGTERM) };
     common::wait_for("the daemon's end", 120, || !tool.dir.path().join("s.lock").exists());
     let left: Vec<_> = std::fs::read_dir(tool.dir.path()).expect("the directory").flatten().collect();
@@ -139,7 +138,7 @@ fn a_runtime_directory_that_others_may_write_is_described_and_not_to_be_removed(
     }
 }
 
-/// Debian's initramfs mounts /run so, and everything below.
+/// Debian's initramfs mounts /run noexec.
 #[test]
 fn the_agent_lies_where_it_can_be_loaded() {
     let tool = Tool::new();

@@ -12,7 +12,7 @@ fn a_demonstration_leaves_nothing_but_the_agent() {
     if !merges(&tool) {
         return;
     }
-    // Of a daemon for all, which its own is not.
+    // Settings of the user's daemon do not apply to the daemon of the demonstration.
     let file = tool.dir.path().join("c.toml");
     std::fs::write(&file, "[daemon]\nmetrics = \"unix:/nowhere/at/all\"\n").expect("a file");
     let mut demo = tool.command(&["demo", "--no-ksm", "--processes", "2", "--size", "4M"]);
@@ -63,7 +63,7 @@ fn a_demonstration_that_is_ended_leaves_no_process() {
         demo.wait().expect("its end");
         assert_eq!(ended, RecvTimeoutError::Disconnected, "{signal}: somebody lives: {said:?}");
         let mut left = left_by_demo(&tool);
-        // Who is killed cannot remove the last file.
+        // A killed process cannot remove its lock file.
         left.retain(|name| signal != libc::SIGKILL || !name.ends_with(".lock"));
         assert!(left.is_empty(), "{signal}: {left:?}");
     }

@@ -61,7 +61,7 @@ fn nobody_types_an_archive() {
     let name = ptsname(&keyboard, Vec::new()).expect("its name");
     for how in ["build", "import"] {
         let terminal = std::fs::File::open(name.to_str().expect("ASCII")).expect("the terminal");
-        // Who reads it nevertheless finds its end.
+        // If the tool reads the terminal all the same, it finds the end of the input.
         rustix::io::write(&keyboard, b"\x04").expect("a key");
         let refused = tool.command(&["image", how, "--name", "a:1", "-"]).stdin(terminal).output().expect("it runs");
         let said = text(&refused.stderr);

@@ -43,7 +43,7 @@ fn results_are_plain_and_quiet_when_piped() {
         assert!(!output.stdout.is_empty(), "{args:?}");
         assert!(!text(&output.stdout).contains('\x1b'), "{args:?}");
         assert_eq!(text(&output.stderr), "", "{args:?}");
-        // Whoever reads may have seen enough: that is no failure, and nothing to complain about.
+        // A reader may close the pipe early: the tool then ends with status 0 and prints no error.
         let mut child = tool.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
         drop(child.stdout.take());
         let output = child.wait_with_output().expect("it ends");
@@ -65,7 +65,7 @@ fn what_offers_json_prints_one_document() {
             .unwrap_or_else(|error| panic!("{json:?}: {error}: {}", text(&output.stdout)));
         assert!(value.is_object() || value.is_array(), "{json:?}");
     }
-    // Whoever tells something offers it as JSON.
+    // Every command that prints results offers them as JSON.
     for (path, help) in leaves(&tool) {
         let silent = ["bench", "completions", "daemon", "env", "man", "run", "top"].contains(&path[0].as_str())
             || matches!(path.join(" ").as_str(), "disk mount" | "disk umount" | "image umount" | "image rm")

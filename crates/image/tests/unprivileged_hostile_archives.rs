@@ -559,7 +559,7 @@ fn a_directory_of_blobs_is_an_image() {
     assert!(error.contains("copy the whole image"), "{error}");
 }
 
-/// Whoever waits for a reader of a pipe hears nothing of an import.
+/// An import never opens a pipe in the place of a layer: its writer keeps waiting for a reader.
 #[test]
 fn what_is_no_file_is_not_opened() {
     let bench = Bench::new();
@@ -580,7 +580,7 @@ fn what_is_no_file_is_not_opened() {
     let error = import(&bench, dir.path()).unwrap_err().to_string();
     assert!(error.contains("not a regular file"), "{error}");
     assert!(receiver.recv_timeout(std::time::Duration::from_millis(300)).is_err(), "it was opened");
-    // Who waits is let go.
+    // Lets the waiting writer end.
     drop(std::fs::File::open(&layer).unwrap());
     writer.join().unwrap().unwrap();
 }

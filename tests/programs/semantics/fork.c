@@ -1,4 +1,4 @@
-// Children of all kinds, and a process whose first thread ends.
+// Children of all kinds, and a process after the end of its first thread.
 #include "common.h"
 
 #include <grp.h>

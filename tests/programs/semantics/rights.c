@@ -7,7 +7,7 @@
 static void protect(void) {
     struct region r = merged(1024);
     size_t len = r.pages * PAGE;
-    // Pages whose sharing breaks before the protection: the agent tries to unshare them.
+    // Sharing of these pages breaks before the protection: the agent tries to unshare them.
     for (size_t i = 0; i < 64; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
     CHECK(mprotect(r.at, len, PROT_READ) == 0, "mprotect to read only");
     check(&r, "read only");

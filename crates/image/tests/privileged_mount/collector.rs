@@ -41,7 +41,7 @@ fn hidden_mounts_are_not_collected_and_false_mount_names_are_ignored() {
     gc::collect(&store, false).unwrap();
     stat::stat(&store, &[]).unwrap();
 
-    // A metadata directory stays mounted only in a namespace whose one process has a subdirectory as its root.
+    // A metadata directory stays mounted only in a namespace with one process, which has a subdirectory as its root.
     mount::mount(&store, &record, &at, &by(Kind::Directory)).unwrap();
     assert_eq!(mounts::mounts(&store).unwrap().len(), 1);
     let mut jailed = Command::new("unshare")

@@ -1,4 +1,4 @@
-//! What the tests share: a store, a tree and a mount point in a directory whose mounts end with it.
+//! What the tests share: a store, a tree and a mount point in a temporary directory.
 
 use crate::common::build_dir;
 use pagefold_image::mount::{Kind, Options};
@@ -37,7 +37,7 @@ pub fn umount(at: &Path) {
     }
 }
 
-/// A directory whose mounts end with it.
+/// A temporary directory; mounts below it are unmounted before it is removed.
 pub struct Scratch(tempfile::TempDir);
 
 impl Scratch {

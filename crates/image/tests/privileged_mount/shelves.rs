@@ -147,7 +147,7 @@ fn a_damaged_shelf_is_never_mounted_and_a_copied_one_is_linked_again() {
         assert!(shows(&scratch, &store, &record, kinds[0]));
         assert_eq!(own(), 600, "one piece of memory again");
         assert!(stat::verify(&store, &["x".into()], false).unwrap().damaged.is_empty());
-        // The remains of a shelf whose mending was interrupted.
+        // The remains of a shelf after an interrupted mending.
         fs::remove_file(shelf.join("meta.erofs")).unwrap();
         fs::remove_dir_all(shelf.join("objects/0")).unwrap();
         fs::remove_file(shelf.join("objects/1/07")).unwrap();
