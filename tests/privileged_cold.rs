@@ -14,7 +14,7 @@ fn resident(pid: i32) -> u64 {
 }
 
 #[test]
-fn what_a_program_does_to_pages_that_are_out_is_what_it_always_was() {
+fn memory_calls_on_evicted_pages_behave_as_without_pagefold() {
     if !can_merge() || program().is_none() {
         return;
     }
@@ -168,7 +168,7 @@ fn a_child_reads_no_zeros_when_the_daemon_dies_while_it_is_given_its_pages() {
 
 /// What a bare move took along while it was out the next daemon brings in, and the one after it.
 #[test]
-fn a_page_that_is_on_the_move_outlives_the_daemon() {
+fn a_page_that_is_being_evicted_survives_the_daemon() {
     if !can_merge() || program().is_none() {
         return;
     }
@@ -221,7 +221,7 @@ fn a_taken_address_does_not_keep_the_next_daemon_from_its_clients() {
 }
 
 #[test]
-fn who_cannot_reach_the_next_daemon_is_served_by_it() {
+fn a_client_that_cannot_reach_the_next_daemon_is_served_by_it() {
     if !can_merge() || program().is_none() {
         return;
     }
@@ -267,7 +267,7 @@ fn with_daemon_and_keeper_dead_a_lost_page_is_a_sigbus_and_never_other_bytes() {
 }
 
 #[test]
-fn a_new_daemon_without_the_old_tier_tells_lost_pages_at_once() {
+fn a_new_daemon_without_the_old_tier_reports_lost_pages_immediately() {
     if !can_merge() || program().is_none() {
         return;
     }
@@ -329,7 +329,7 @@ impl Drop for Unmount {
 /// A program that asks for all its memory at once, under a limit of half of it: nothing can go out while the agent is held
 /// up, so the call is refused, or goes on page by page; it does not wait for itself.
 #[test]
-fn what_a_limit_has_no_room_for_is_refused() {
+fn faults_beyond_a_memory_limit_are_refused() {
     if !can_merge() || program().is_none() {
         return;
     }
@@ -384,7 +384,7 @@ fn a_daemon_at_its_limit_of_memory_parks_less() {
 }
 
 #[test]
-fn who_is_moved_to_another_group_lives_within_its_limit() {
+fn a_client_moved_to_another_group_stays_within_its_limit() {
     if !can_merge() || program().is_none() {
         return;
     }

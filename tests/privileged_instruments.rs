@@ -157,7 +157,7 @@ int main(void) {
 "#;
 
 #[test]
-fn what_another_library_plays_is_seen() {
+fn calls_answered_by_another_library_are_seen() {
     if !can_merge() || installed("cc").is_none() {
         return;
     }

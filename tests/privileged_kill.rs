@@ -21,7 +21,7 @@ fn pages_merged(daemon: &Daemon) -> u64 {
 }
 
 #[test]
-fn whoever_is_killed_the_others_go_on() {
+fn killed_daemons_and_clients_leave_the_others_running() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let rounds = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(24u32);
     let seed = u64::from(std::process::id()) | 1;
@@ -125,7 +125,7 @@ fn a_daemon_that_is_killed_while_it_merges_loses_nothing_and_leaves_nothing() {
 }
 
 #[test]
-fn the_next_daemon_takes_over_what_was_merged() {
+fn the_next_daemon_takes_over_merged_pages() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let mut daemon = Daemon::start(&[]);
     let mut servers: Vec<Server> = (0..2).map(|_| Server::start(daemon.run(&[]), program)).collect();

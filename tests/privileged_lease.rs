@@ -104,7 +104,7 @@ fn a_merged_client_is_parked_and_comes_back() {
 
 /// What makes one plain mapping of a range, part of it merged and part of it out, loses neither, nor what is written meanwhile.
 #[test]
-fn what_gathers_a_range_finds_all_of_it() {
+fn gathering_a_parked_range_finds_all_of_it() {
     if !can_merge() || program().is_none() {
         return;
     }
@@ -121,7 +121,7 @@ fn what_gathers_a_range_finds_all_of_it() {
 }
 
 #[test]
-fn a_daemon_killed_meanwhile_is_replaced_by_one_that_knows() {
+fn a_daemon_killed_during_a_lease_is_replaced_by_one_that_knows_it() {
     if !can_merge() || program().is_none() {
         return;
     }
@@ -177,7 +177,7 @@ fn a_daemon_that_stops_brings_everything_back() {
 /// The memory limit is half of what is evicted. After `unpark`, and when the daemon stops, pages beyond it stay evicted and no
 /// process is killed.
 #[test]
-fn what_a_limit_has_no_room_for_stays_parked() {
+fn pages_beyond_a_memory_limit_stay_parked() {
     if !can_merge() || program().is_none() {
         return;
     }
@@ -272,7 +272,7 @@ fn in_any_order_every_byte_is_right() {
 
 /// A thread that discards by a bare system call acts a moment after the daemon heard of it, and on a busy machine a long one.
 #[test]
-fn a_discard_that_comes_late_is_still_one() {
+fn a_late_discard_still_reads_zero() {
     if !can_merge() || program().is_none() {
         return;
     }

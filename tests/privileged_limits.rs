@@ -89,7 +89,7 @@ fn a_daemon_at_its_limit_of_memory_merges_less() {
 
 /// A client costs the daemon memory: without memory a new client is not covered, until there is some.
 #[test]
-fn a_daemon_at_its_limit_of_memory_takes_nobody_more() {
+fn a_daemon_at_its_memory_limit_accepts_no_more_clients() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let Some(group) = common::group::Group::new() else { return };
     let daemon = Daemon::start(&["--scan-interval", "100ms"]);
@@ -215,7 +215,7 @@ fn run_passes_on_how_the_program_ended() {
 }
 
 #[test]
-fn what_cannot_be_run_is_said_in_one_line() {
+fn a_program_that_cannot_run_is_reported_in_one_line() {
     if !can_merge() {
         return;
     }
@@ -271,7 +271,7 @@ fn what_cannot_be_run_is_said_in_one_line() {
 
 /// The program has no child that it did not start, and the daemon keeps none of its descriptors open.
 #[test]
-fn a_daemon_that_run_starts_stands_by_itself() {
+fn a_daemon_started_by_run_is_independent() {
     if !can_merge() {
         return;
     }

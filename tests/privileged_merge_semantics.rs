@@ -53,31 +53,31 @@ scenarios! {
     children_need_no_daemon_to_discard: "child-without-daemon";
     children_in_a_namespace_of_processes_have_agents: "process-namespace";
     vfork_exec_and_spawn: "vforks";
-    what_a_vforked_child_gives_up_the_parent_keeps: "vforks-with-less";
+    a_parent_keeps_rights_that_its_vforked_child_gives_up: "vforks-with-less";
     a_daemon_keeps_its_pages_and_merges_on: "daemonize";
     dontneed_gives_zeros: "dontneed";
     dontneed_by_syscall_gives_zeros: "dontneed-syscall";
     dontneed_by_a_raw_instruction_gives_zeros: "dontneed-raw";
-    a_discard_goes_on_behind_a_hole: "dontneed-hole";
+    a_discard_continues_after_a_hole: "dontneed-hole";
     discards_at_a_limit_give_zeros: "dontneed-at-a-limit";
     discards_race_with_merging: "dontneed-racing";
     free_gives_old_bytes_or_zeros: "lazy-free";
-    remove_has_nothing_to_remove: "hole-punch";
+    madv_remove_changes_nothing: "hole-punch";
     munmap_whole_and_in_part: "unmap";
-    nothing_comes_into_a_hole_of_the_programs: "holes";
-    what_failed_leaves_nothing_said: "failed-maps";
+    no_mapping_appears_in_a_hole_of_the_program: "holes";
+    advice_ends_with_its_mapping_even_if_the_call_fails: "failed-maps";
     mremap_grows_moves_shrinks: "remap";
-    mremap_moves_what_was_given_back: "remap-healed";
-    mremap_tells_another_user_what_the_kernel_tells: "remap-as-another";
-    mremap_keeps_what_parts_are_marked_with: "remap-marked";
+    mremap_moves_unshared_memory: "remap-healed";
+    mremap_as_another_user_returns_what_the_kernel_returns: "remap-as-another";
+    mremap_keeps_the_marks_of_parts: "remap-marked";
     mprotect_is_obeyed: "protect";
     memory_with_a_key_is_left_alone: "keys";
     a_key_goes_before_advice: "keys-and-advice";
     locked_pages_are_right: "lock";
     a_length_that_is_refused_changes_nothing: "lengths";
-    what_is_locked_is_left_alone: "locks";
-    what_is_locked_is_left_alone_under_all: "locks" "--manage=all";
-    locks_outlast_what_was_not_given_back: "locks-at-a-limit";
+    locked_memory_is_left_alone: "locks";
+    locked_memory_is_left_alone_under_all: "locks" "--manage=all";
+    locks_stay_on_memory_that_cannot_be_unmerged: "locks-at-a-limit";
     children_do_not_inherit_locks: "locks-and-children";
     unmergeable_gives_private_memory: "unmergeable";
     wipe_on_fork_wipes: "wipe-on-fork";
@@ -86,35 +86,35 @@ scenarios! {
     memory_sealed_by_a_raw_instruction_reads_zero_after_a_discard: "seal-raw";
     raw_discards_of_memory_sealed_by_a_raw_instruction: "seal-and-discard-raw";
     guards_hold_and_leave_zeros: "guards";
-    guards_that_nobody_saw_hold: "guards-raw";
+    guards_by_raw_calls_hold: "guards-raw";
     the_programs_own_userfaultfd_comes_first: "own-userfaultfd";
     blocks_are_tracked_one_after_another: "tracked-blocks";
-    no_write_is_lost_when_it_comes: "probes";
-    equal_pages_go_on_behind_the_end_of_a_mapping: "straddle";
+    no_write_is_lost_during_probes_by_userfaultfd: "probes";
+    runs_of_equal_pages_cross_mapping_borders: "straddle";
     rights_that_change_by_raw_calls: "rights-raw";
     attributes_are_kept: "flags";
     attributes_are_kept_by_raw_discards: "flags-raw";
-    marks_without_end_are_obeyed: "marks";
+    more_marks_than_the_agent_records_are_obeyed: "marks";
     huge_pages_are_split_where_it_pays: "huge";
     signals_interrupt_anything: "signals";
     handlers_have_small_stacks: "small-stacks";
-    handlers_do_what_they_interrupt: "signals-nested";
+    handlers_make_the_calls_they_interrupt: "signals-nested";
     a_filter_by_prctl: "seccomp-prctl";
     writers_lose_no_write_to_filters: "seccomp-writers";
     a_filter_is_the_childrens_too: "seccomp-child" "--manage=all";
-    children_have_nothing_of_the_agents: "no-segments-in-children";
+    children_do_not_inherit_the_agents_mappings: "no-segments-in-children";
     a_filter_for_all_threads: "seccomp-tsync";
     a_sandbox_that_lets_the_agent_work: "sandbox";
-    a_sandbox_before_there_is_anything_to_merge: "sandbox-first";
-    a_sandbox_that_allows_what_the_agent_lists: "sandbox-listed";
+    a_sandbox_installed_before_anything_is_merged: "sandbox-first";
+    a_sandbox_that_allows_only_the_listed_calls: "sandbox-listed";
     a_program_may_close_everything: "close-all";
-    what_a_program_closes_is_closed: "closed-at-once";
+    a_closed_descriptor_is_closed_immediately: "closed-at-once";
     a_program_may_become_another_user: "identity";
-    a_program_that_is_not_to_be_dumped_is_left_alone: "not-dumpable";
-    a_program_may_go_where_there_is_no_proc: "no-proc";
-    what_is_given_up_no_thread_keeps: "privileges";
-    what_is_given_up_no_thread_keeps_under_all: "privileges" "--manage=all";
-    what_a_handler_gives_up_no_thread_keeps: "privileges-in-handlers";
+    a_program_that_is_not_dumpable_is_left_alone: "not-dumpable";
+    a_program_may_lose_access_to_proc: "no-proc";
+    no_thread_keeps_given_up_privileges: "privileges";
+    no_thread_keeps_given_up_privileges_under_all: "privileges" "--manage=all";
+    no_thread_keeps_privileges_given_up_in_a_handler: "privileges-in-handlers";
     landlock_binds_the_agent: "landlock";
     a_program_may_enter_a_user_namespace: "user-namespace";
     a_program_may_enter_a_mount_namespace: "mount-namespace";
@@ -125,7 +125,7 @@ scenarios! {
     registered_buffers_when_blocks_grow: "uring-realloc" "--manage=all";
     system_calls_on_merged_memory: "system-calls";
     all_memory: "all" "--manage=all";
-    memory_of_the_agents_is_left_alone: "all-that-is-listed";
+    the_agents_own_memory_is_left_alone: "all-that-is-listed";
     all_memory_when_no_place_is_left: "all-after-reservations" "--manage=all";
     memory_merge_by_prctl: "memory-merge";
     blocks_of_the_allocator: "blocks" "--manage=all";
@@ -134,7 +134,7 @@ scenarios! {
     blocks_lie_side_by_side: "side-by-side" "--manage=all";
     memory_of_dead_slots_comes_back: "decay";
     writes_here_and_there_cost_no_mappings: "scatter";
-    who_must_be_alone_does_not_count_the_agent: "tasks";
+    a_program_that_counts_its_threads_does_not_see_the_agent: "tasks";
 }
 
 /// A library registers its handlers of forks before the agent does, and takes a lock there with which it discards elsewhere.
@@ -224,7 +224,7 @@ fn a_core_dump_holds_merged_pages() {
 }
 
 #[test]
-fn what_is_given_up_waits_for_no_daemon_that_stands_still() {
+fn giving_up_privileges_does_not_wait_for_a_stopped_daemon() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     // SAFETY: takes nothing.
     if unsafe { libc::geteuid() } != 0 {
@@ -248,7 +248,7 @@ fn what_is_given_up_waits_for_no_daemon_that_stands_still() {
 }
 
 #[test]
-fn what_is_not_to_be_merged_any_more_is_let_alone_at_once() {
+fn memory_that_is_no_longer_mergeable_is_left_alone_immediately() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(&["--no-keeper", "--scan-interval", "100ms"]);
     let mut command = daemon.run(&[]);

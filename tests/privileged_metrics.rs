@@ -107,7 +107,7 @@ fn values<'a>(document: &'a Value, key: &str, found: &mut Vec<&'a str>) {
 }
 
 #[test]
-fn what_is_told_of_live_memory_follows_the_conventions() {
+fn metrics_of_live_memory_follow_the_conventions() {
     let told = tempfile::tempdir().expect("a directory");
     let socket = told.path().join("m");
     let daemon = Daemon::start(&["--metrics", &format!("unix:{}", socket.display())]);
@@ -132,7 +132,7 @@ fn what_is_told_of_live_memory_follows_the_conventions() {
 }
 
 #[test]
-fn what_is_told_of_the_cold_tier_follows_the_conventions() {
+fn metrics_of_the_cold_tier_follow_the_conventions() {
     if !can_merge() || installed("python3").is_none() {
         return;
     }
@@ -156,7 +156,7 @@ fn what_is_told_of_the_cold_tier_follows_the_conventions() {
 }
 
 #[test]
-fn dashboard_and_rules_name_what_is_there() {
+fn dashboard_and_rules_name_existing_metrics() {
     let told = tempfile::tempdir().expect("a directory");
     let socket = told.path().join("m");
     let _daemon = Daemon::start(&["--metrics", &format!("unix:{}", socket.display())]);

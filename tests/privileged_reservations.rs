@@ -26,7 +26,7 @@ fn wait_for_merging(client: &mut Served) {
 }
 
 #[test]
-fn what_is_opened_piece_by_piece_is_merged() {
+fn reservations_opened_piece_by_piece_are_merged() {
     let Some(program) = program() else { return };
     let host = Host::start(&["--no-keeper"]);
     let mut client = Served::start_live_of(&host, program);
@@ -47,7 +47,7 @@ fn what_is_opened_piece_by_piece_is_merged() {
 }
 
 #[test]
-fn what_is_opened_piece_by_piece_goes_to_the_tier_and_comes_back() {
+fn reservations_opened_piece_by_piece_are_evicted_and_come_back() {
     let Some(program) = program() else { return };
     common::cold::storm_beside_parking(program, 24_000);
 }

@@ -79,7 +79,7 @@ fn another_users_process_is_refused_in_one_line() {
 }
 
 #[test]
-fn all_means_all_that_may_be_read() {
+fn all_scans_every_readable_process() {
     if !is_root() {
         return;
     }
@@ -96,7 +96,7 @@ fn all_means_all_that_may_be_read() {
 }
 
 #[test]
-fn what_ended_and_what_has_no_memory_is_said_in_one_line() {
+fn processes_that_ended_or_have_no_memory_are_reported_in_one_line() {
     if !is_root() {
         return;
     }

@@ -25,7 +25,7 @@ fn client(daemon: &Daemon, options: &[&str]) -> Reaped {
 }
 
 #[test]
-fn status_and_park_print_what_their_schemas_say() {
+fn status_and_park_match_their_schemas() {
     if !can_merge() || installed("perl").is_none() {
         return;
     }
@@ -65,7 +65,7 @@ impl Drop for Mount<'_> {
 }
 
 #[test]
-fn the_status_of_a_mount_is_what_its_schema_says() {
+fn the_status_of_a_mount_matches_its_schema() {
     // SAFETY: returns a number.
     if unsafe { libc::geteuid() } != 0 || !Path::new("/dev/fuse").exists() {
         return skipped("mounting needs root and /dev/fuse");

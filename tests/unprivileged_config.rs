@@ -134,7 +134,7 @@ fn the_file_named_is_the_only_one_read() {
 }
 
 #[test]
-fn a_file_that_is_wrong_is_one_line_with_file_line_and_key() {
+fn an_invalid_file_is_one_line_with_file_line_and_key() {
     let home = tempfile::tempdir().expect("a directory");
     let file = home.path().join("c.toml");
     let daemon = |text: &str| {
@@ -160,7 +160,7 @@ fn a_file_that_is_wrong_is_one_line_with_file_line_and_key() {
 
 /// A relative name holds for the daemon as well, which `run` starts elsewhere; an empty one is none.
 #[test]
-fn a_relative_name_in_the_environment_is_one_of_here() {
+fn a_relative_path_in_the_environment_starts_at_the_current_directory() {
     let home = tempfile::tempdir().expect("a directory");
     write(&home.path().join("c.toml"), "[daemon]\nperod = \"2s\"\n");
     let run = tool(home.path())

@@ -113,3 +113,40 @@ fn the_reference_names_every_metric() {
         families.iter().filter(|family| !reference.contains(&format!("| `{family}` |"))).collect();
     assert!(missing.is_empty(), "docs/reference.md does not tell of {missing:?}");
 }
+
+/// The text of all Rust files below a directory.
+fn rust_text(dir: &Path) -> String {
+    let entries = std::fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+    let paths = entries.flatten().map(|entry| entry.path());
+    paths
+        .map(|path| match path.extension() {
+            _ if path.is_dir() => rust_text(&path),
+            Some(extension) if extension == "rs" => read(&path),
+            _ => String::new(),
+        })
+        .collect()
+}
+
+/// Names of tests (three underscores or more; an ellipsis cuts the end off) and paths of tests.
+#[test]
+fn the_specification_cites_existing_tests() {
+    let root = Path::new(root());
+    let sources: String = ["tests", "crates", "src", "bench"].iter().map(|dir| rust_text(&root.join(dir))).collect();
+    let specification = read(&root.join("SPECIFICATION.md"));
+    let mut missing = Vec::new();
+    for span in specification.split('`').skip(1).step_by(2) {
+        let is_word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_' || c == '…';
+        let exists = if !span.chars().all(is_word) || span.matches('_').count() < 3 {
+            !span.contains("tests/") || span.contains(['*', ' ']) || root.join(span).exists()
+        } else if let Some(start) = span.strip_suffix('…') {
+            sources.contains(&format!("fn {start}"))
+        } else {
+            // A function, or a row of a macro that makes functions.
+            sources.contains(&format!("fn {span}(")) || sources.contains(&format!("{span}: \""))
+        };
+        if !exists {
+            missing.push(span);
+        }
+    }
+    assert!(missing.is_empty(), "SPECIFICATION.md cites what is not there: {missing:?}");
+}

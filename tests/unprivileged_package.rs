@@ -63,7 +63,7 @@ fn unpacked() -> Option<tempfile::TempDir> {
 }
 
 #[test]
-fn packages_hold_what_they_should() {
+fn packages_hold_the_expected_files() {
     let Some(dir) = packages() else { return };
     let version = ok(Command::new(TOOL).arg("--version"));
     let version = version.trim().strip_prefix("pagefold ").expect("a version");
@@ -141,7 +141,7 @@ fn the_same_input_makes_the_same_packages() {
 }
 
 #[test]
-fn what_is_installed_works_from_where_it_lies() {
+fn installed_files_work_in_their_places() {
     let Some(root) = unpacked() else { return };
     let at = |path: &str| root.path().join(path);
     let shown = ok(Command::new(at("usr/bin/pagefold")).arg("--version"));

@@ -29,7 +29,7 @@ fn said(output: &Output) -> String {
 }
 
 #[test]
-fn the_package_does_what_it_says() {
+fn the_python_package_passes_its_own_tests() {
     let old = "import sys; sys.exit(sys.version_info < (3, 9))";
     if !python(&["-c", old]).is_some_and(|output| output.status.success()) {
         return skipped("no python3 of 3.9 or later here");

@@ -208,7 +208,7 @@ fn merged_pages_of_clients_are_no_saving() {
 }
 
 #[test]
-fn a_sample_in_which_nothing_came_twice_tells_no_error_of_nothing() {
+fn a_sample_without_duplicates_reports_no_error_of_zero() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("alone");
     std::fs::write(&file, [7; 4096]).expect("a file");

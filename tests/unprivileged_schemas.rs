@@ -43,7 +43,7 @@ fn data() -> tempfile::TempDir {
 }
 
 #[test]
-fn scans_print_what_their_schemas_say() {
+fn scans_match_their_schemas() {
     let data = data();
     let dir = data.path();
     let files = json_of(dir, &["scan", "--json", "./a.raw", "./b.raw"], false);
@@ -60,7 +60,7 @@ fn scans_print_what_their_schemas_say() {
 }
 
 #[test]
-fn image_commands_print_what_their_schemas_say() {
+fn image_commands_match_their_schemas() {
     let data = data();
     let dir = data.path();
     for name in ["a", "b"] {
@@ -87,14 +87,14 @@ fn image_commands_print_what_their_schemas_say() {
 }
 
 #[test]
-fn doctor_and_empty_status_print_what_their_schemas_say() {
+fn doctor_and_empty_status_match_their_schemas() {
     let data = data();
     assert_valid("doctor", &json_of(data.path(), &["doctor", "--json"], true));
     assert_valid("disk-status", &json_of(data.path(), &["disk", "status", "--json"], false));
 }
 
 #[test]
-fn records_of_benchmarks_are_as_their_schema_says() {
+fn records_of_benchmarks_match_their_schema() {
     let records = format!("{}/bench/record", root());
     let mut checked = 0;
     // One folder per machine and kernel.

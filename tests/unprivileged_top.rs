@@ -125,7 +125,7 @@ fn a_signal_leaves_the_terminal_as_it_was() {
 
 /// Nor is there none: to start another one would not help.
 #[test]
-fn a_daemon_that_does_not_answer_is_told() {
+fn a_daemon_that_does_not_answer_is_reported() {
     use std::os::unix::ffi::OsStrExt;
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("silent.sock");

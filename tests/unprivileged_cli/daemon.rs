@@ -7,7 +7,7 @@ use std::io::Read;
 use std::process::{Command, Stdio};
 
 #[test]
-fn run_names_what_is_no_daemons_socket_and_leaves_nothing_beside_it() {
+fn run_names_a_path_that_is_no_daemons_socket_and_leaves_no_file() {
     let tool = Tool::new();
     if !merges(&tool) {
         return;
@@ -27,7 +27,7 @@ fn run_names_what_is_no_daemons_socket_and_leaves_nothing_beside_it() {
 
 /// A daemon that exits because another one serves says so: only then does the command that started it wait for the other.
 #[test]
-fn a_daemon_that_ends_tells_whether_another_comes() {
+fn a_daemon_that_ends_says_whether_another_serves() {
     let tool = Tool::new();
     // What a daemon at `name` reports to the process that started it, and prints on standard error.
     let started = |name: &str| {
@@ -105,7 +105,7 @@ fn a_daemon_that_is_stopped_is_named_with_its_cure() {
 }
 
 #[test]
-fn what_is_no_daemons_socket_is_told_from_a_daemon_that_says_nothing() {
+fn a_foreign_socket_is_distinguished_from_a_silent_daemon() {
     let tool = Tool::new();
     let path = |name: &str| tool.dir.path().join(name);
     let _streams = std::os::unix::net::UnixListener::bind(path("streams")).expect("a socket");
@@ -124,7 +124,7 @@ fn what_is_no_daemons_socket_is_told_from_a_daemon_that_says_nothing() {
 }
 
 #[test]
-fn a_runtime_directory_that_others_may_write_is_described_and_not_to_be_removed() {
+fn a_runtime_directory_that_others_may_write_is_refused_without_advice_to_remove_it() {
     let tool = Tool::new();
     let open = tool.dir.path().join("run");
     std::fs::create_dir(&open).expect("a directory");
@@ -140,7 +140,7 @@ fn a_runtime_directory_that_others_may_write_is_described_and_not_to_be_removed(
 
 /// Debian's initramfs mounts /run noexec.
 #[test]
-fn the_agent_lies_where_it_can_be_loaded() {
+fn the_agent_is_placed_where_it_can_be_loaded() {
     let tool = Tool::new();
     let run = tool.dir.path().join("run");
     std::fs::create_dir(&run).expect("a directory");

@@ -3,7 +3,7 @@
 use crate::tool::{Tool, text};
 
 #[test]
-fn a_forced_umount_does_not_wait_for_who_agrees_and_does_not_end() {
+fn a_forced_umount_does_not_wait_for_a_server_that_never_ends() {
     use std::io::{BufRead, BufReader, Write};
     let tool = Tool::new();
     let (run, at) = (tool.dir.path().join("run"), tool.dir.path().join("at"));
@@ -35,7 +35,7 @@ fn a_forced_umount_does_not_wait_for_who_agrees_and_does_not_end() {
 
 /// With the path, the cause and the cure; nothing is mounted, and nothing left.
 #[test]
-fn a_mount_that_has_no_place_for_its_socket_says_so_in_one_line() {
+fn a_mount_without_a_place_for_its_socket_fails_in_one_line() {
     let tool = Tool::new();
     let long = tool.dir.path().join("l".repeat(100));
     for name in ["images", "mnt"] {

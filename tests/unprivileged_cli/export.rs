@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 #[test]
-fn sockets_that_an_archive_cannot_have_are_said() {
+fn sockets_left_out_of_an_archive_are_reported() {
     let (tool, _) = tellers("1");
     let _socket = std::os::unix::net::UnixListener::bind(tool.dir.path().join("tree/s")).expect("a socket");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
@@ -20,7 +20,7 @@ fn sockets_that_an_archive_cannot_have_are_said() {
 
 /// The system takes no longer ones, and so most programs that unpack archives do not either.
 #[test]
-fn paths_that_few_can_unpack_are_said() {
+fn paths_that_few_programs_can_unpack_are_reported() {
     let tool = Tool::new();
     // As long as a path may be, and one more, by an archive's one header each.
     let long = |bytes: usize| {

@@ -4,7 +4,7 @@ use crate::tool::{Tool, tellers, text};
 use std::process::{Command, Stdio};
 
 #[test]
-fn questions_make_no_store_of_images() {
+fn queries_create_no_image_store() {
     let tool = Tool::new();
     for args in
         [&["image", "ls"][..], &["image", "ls", "--json"], &["image", "stat"], &["image", "verify"], &["image", "gc"]]
@@ -26,7 +26,7 @@ fn questions_make_no_store_of_images() {
 }
 
 #[test]
-fn an_image_that_is_missing_keeps_no_other_from_being_removed() {
+fn a_missing_image_does_not_stop_the_removal_of_others() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
     let removed = tool.run(&["image", "rm", "missing", "a:1"]);
@@ -37,7 +37,7 @@ fn an_image_that_is_missing_keeps_no_other_from_being_removed() {
 }
 
 #[test]
-fn a_record_that_cannot_be_read_is_named_beside_the_others() {
+fn an_unreadable_record_is_named_and_the_others_are_shown() {
     let (tool, _) = tellers("1");
     for name in ["a:1", "b:1"] {
         assert!(tool.run(&["image", "build", "--name", name, "tree"]).status.success());
@@ -67,7 +67,7 @@ fn a_record_that_cannot_be_read_is_named_beside_the_others() {
 }
 
 #[test]
-fn a_proof_that_was_asked_for_and_not_given_is_no_success() {
+fn a_requested_proof_that_cannot_be_given_is_a_failure() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
     assert!(tool.run(&["image", "verify"]).status.success());
@@ -89,7 +89,7 @@ fn a_proof_that_was_asked_for_and_not_given_is_no_success() {
 }
 
 #[test]
-fn what_images_are_refused_for_is_one_line_with_a_way_out() {
+fn refusals_of_images_are_one_line_with_a_cure() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
     std::fs::write(tool.dir.path().join("packed"), b"\xfd7zXZ\0\0\x04").expect("a file");

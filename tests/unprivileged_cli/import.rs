@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::process::{Command, Stdio};
 
 #[test]
-fn who_names_no_input_makes_no_store() {
+fn a_wrong_input_creates_no_store() {
     let tool = Tool::new();
     let path = |name: &str| tool.dir.path().join(name);
     let _socket = std::os::unix::net::UnixListener::bind(path("socket")).expect("a socket");
@@ -22,7 +22,7 @@ fn who_names_no_input_makes_no_store() {
 }
 
 #[test]
-fn an_image_comes_by_pipe_and_a_wrong_one_is_named() {
+fn an_image_is_read_from_a_pipe_and_a_damaged_one_is_named() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
     assert!(tool.run(&["image", "export", "--format", "oci", "a:1", "layout"]).status.success());
@@ -53,7 +53,7 @@ fn an_image_comes_by_pipe_and_a_wrong_one_is_named() {
 }
 
 #[test]
-fn nobody_types_an_archive() {
+fn an_archive_is_not_read_from_a_terminal() {
     use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
     let tool = Tool::new();
     let keyboard = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pseudo-terminal");
@@ -70,7 +70,7 @@ fn nobody_types_an_archive() {
 }
 
 #[test]
-fn what_gives_bytes_for_ever_is_no_archive() {
+fn an_endless_device_is_refused_as_an_archive() {
     let tool = Tool::new();
     for how in ["build", "import"] {
         for path in ["/dev/zero", "-"] {

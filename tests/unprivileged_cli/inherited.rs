@@ -31,7 +31,7 @@ const TELL: [[&str; 4]; 2] =
 
 /// As if it had been started without the tool: signals that are ignored or blocked stay so, and what is closed is closed.
 #[test]
-fn what_run_becomes_begins_as_it_began() {
+fn run_passes_signals_and_descriptors_on() {
     let tool = Tool::new();
     if !merges(&tool) {
         return;
@@ -46,7 +46,7 @@ fn what_run_becomes_begins_as_it_began() {
 }
 
 #[test]
-fn what_image_exec_becomes_begins_as_it_began() {
+fn image_exec_passes_signals_and_descriptors_on() {
     let tool = Tool::new();
     let tree = tool.dir.path().join("tree");
     for dir in ["usr", "proc"] {

@@ -53,7 +53,7 @@ fn results_are_plain_and_quiet_when_piped() {
 }
 
 #[test]
-fn what_offers_json_prints_one_document() {
+fn json_output_is_one_document() {
     let pid = std::process::id().to_string();
     let (tool, all) = tellers(&pid);
     for args in all {

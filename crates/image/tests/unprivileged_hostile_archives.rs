@@ -284,7 +284,7 @@ fn times_before_1970_and_attributes_as_gnu_tar_writes_them() {
 }
 
 #[test]
-fn names_that_are_not_utf8_and_names_that_are_none() {
+fn names_that_are_not_utf8_and_impossible_names() {
     let bench = Bench::new();
     let (mut tree, _) = bench.read(&archive(&[file(b"caf\xe9/\xff\xfe", b"x")])).unwrap();
     assert!(tree.find(b"caf\xe9/\xff\xfe").is_some());
@@ -426,7 +426,7 @@ fn layers_apply_with_whiteouts_and_opaque_directories() {
 
 /// In whatever order they come.
 #[test]
-fn what_a_layer_has_below_a_name_hides_a_lower_file_of_that_name() {
+fn a_directory_in_a_layer_replaces_a_file_of_that_name_below() {
     let bench = Bench::new();
     let base = archive(&[file(b"a", b"1"), file(b"b", b"1")]);
     let (new, gone) = (file(b"a/sub/x", b"2"), file(b".wh.a", b""));
@@ -445,7 +445,7 @@ fn what_a_layer_has_below_a_name_hides_a_lower_file_of_that_name() {
 }
 
 #[test]
-fn a_whiteout_hides_what_lower_layers_have_of_a_directory_that_its_layer_has_too() {
+fn a_whiteout_hides_the_lower_content_of_a_directory_in_the_same_layer() {
     let bench = Bench::new();
     let base = archive(&[file(b"d/secret", b"1"), file(b"d/sub/old", b"1"), file(b"f", b"1")]);
     let dir = header(b"d", b'5', 0, b"");
@@ -561,7 +561,7 @@ fn a_directory_of_blobs_is_an_image() {
 
 /// An import never opens a pipe in the place of a layer: its writer keeps waiting for a reader.
 #[test]
-fn what_is_no_file_is_not_opened() {
+fn special_files_in_a_layout_are_not_opened() {
     let bench = Bench::new();
     let dir = tempfile::tempdir().unwrap();
     let layer = archive(&[file(b"a", b"1")]);
@@ -586,7 +586,7 @@ fn what_is_no_file_is_not_opened() {
 }
 
 #[test]
-fn what_only_has_a_file_of_that_name_is_no_image() {
+fn a_directory_with_a_file_of_that_name_is_no_image() {
     let dir = tempfile::tempdir().unwrap();
     let docker = br#"[{"Config": "c", "Layers": ["l"]}]"#;
     let looks = |parts: &[Vec<u8>]| {
@@ -716,7 +716,7 @@ fn the_limit_of_bytes_is_for_all_layers_together() {
 }
 
 #[test]
-fn what_stays_in_memory_is_limited_for_all_layers_together() {
+fn memory_use_is_limited_for_all_layers_together() {
     let bench = Bench::new();
     // Names of 2 bytes, an attribute of 6 + 1000, and links of 500: 1508 bytes an entry, and a replaced one takes as much.
     let part = |name: &[u8]| {
@@ -799,7 +799,7 @@ fn layers_that_are_not_themselves_are_refused() {
 }
 
 #[test]
-fn what_is_wrong_is_named_as_what_it_is() {
+fn errors_name_their_cause() {
     let bench = Bench::new();
     let dir = tempfile::tempdir().unwrap();
     layout(dir.path(), &[&archive(&[file(b"a", &[9; 5000])])], |_| ());
