@@ -12,7 +12,30 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+
+/// Starts a process in a mount namespace of its own, which copies all mounts, and unmounts `at` here.
+fn move_to_another_namespace(at: &Path) -> Child {
+    let mut other = Command::new("unshare")
+        .args(["-m", "sh", "-c", "echo ready; read line; cat \"$0/file\" | wc -c"])
+        .arg(at)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    other.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
+    umount(at);
+    other
+}
+
+/// Lets the process count the bytes of `file` in the mount and end.
+fn file_bytes(mut other: Child) -> String {
+    drop(other.stdin.take());
+    let mut count = String::new();
+    other.stdout.as_mut().unwrap().read_to_string(&mut count).unwrap();
+    assert!(other.wait().unwrap().success());
+    count.trim().to_owned()
+}
 
 #[test]
 fn hidden_mounts_are_not_collected_and_false_mount_names_are_ignored() {
@@ -86,22 +109,9 @@ fn nothing_mounted_is_collected() {
     }
     // Mounted only in another mount namespace.
     mount::mount(&store, &rebuilt(), &at, &Options::default()).unwrap();
-    let mut other = Command::new("unshare")
-        .args(["-m", "sh", "-c", "echo ready; read line; cat \"$0/file\" | wc -c"])
-        .arg(&at)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut ready = [0; 6];
-    other.stdout.as_mut().unwrap().read_exact(&mut ready).unwrap();
-    umount(&at);
+    let other = move_to_another_namespace(&at);
     collect_keeps("mounted in another namespace");
-    drop(other.stdin.take());
-    let mut count = String::new();
-    other.stdout.as_mut().unwrap().read_to_string(&mut count).unwrap();
-    assert!(other.wait().unwrap().success());
-    assert_eq!(count.trim(), "200000");
+    assert_eq!(file_bytes(other), "200000");
     // Mounted only in a namespace of one thread, which the process's own mount table does not show.
     let mounted = by(Kind::Directory);
     mount::mount(&store, &rebuilt(), &at, &mounted).unwrap();
@@ -179,15 +189,7 @@ fn a_collector_keeps_what_unseen_processes_may_have_mounted() {
     let store = Store::open(&root, "default").unwrap();
     let record = build_dir(&store, "x", &tree).unwrap();
     mount::mount(&store, &record, &at, &by(Kind::Directory)).unwrap();
-    let mut other = Command::new("unshare")
-        .args(["-m", "sh", "-c", "echo ready; read line; cat \"$0/file\" | wc -c"])
-        .arg(&at)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    other.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
-    umount(&at);
+    let other = move_to_another_namespace(&at);
     let out = Command::new("unshare")
         .args(["-mpf", "--mount-proc", "--"])
         .arg(std::env::current_exe().unwrap())
@@ -195,12 +197,9 @@ fn a_collector_keeps_what_unseen_processes_may_have_mounted() {
         .env("PAGEFOLD_TEST_COLLECT", &root)
         .output()
         .unwrap();
-    drop(other.stdin.take());
-    let mut count = String::new();
-    other.stdout.as_mut().unwrap().read_to_string(&mut count).unwrap();
-    other.wait().unwrap();
+    let bytes = file_bytes(other);
     assert!(said(&out).contains("COLLECTED 0 0 UNSEEN 1"), "{}", said(&out));
-    assert_eq!(count.trim(), "200000");
+    assert_eq!(bytes, "200000");
 
     // A collector in a user namespace sees processes outside of it, but of their mounts only the mount table.
     let user = PlainUser::new(&scratch);
