@@ -59,7 +59,7 @@ int main(void) {
 }
 "#;
 
-/// Compiles `text` in `dir` by cc with these arguments behind it.
+/// Compiles `text` in `dir` by cc, with these arguments after the source.
 fn compiled(dir: &Path, text: &str, arguments: &[&OsStr]) -> PathBuf {
     let (source, program) = (dir.join("program.c"), dir.join("program"));
     std::fs::write(&source, text).expect("a file");

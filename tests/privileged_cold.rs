@@ -109,7 +109,7 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
                 host.park(client.pid());
             }
         }
-        // Everything at once, and the daemon dies in the middle of it.
+        // All of this at the same time, and the daemon is killed in the middle.
         let all_park = random.below(2) == 0;
         let mut parking = all_park.then(|| {
             let mut command = Command::new(TOOL);
@@ -326,8 +326,8 @@ impl Drop for Unmount {
     }
 }
 
-/// A program that asks for all its memory at once, under a limit of half of it: nothing can go out while the agent is held
-/// up, so the call is refused, or goes on page by page; it does not wait for itself.
+/// A program populates all its memory in one call, under a limit of half of it. Nothing can be evicted while the agent waits for
+/// the call, so the call is refused, or continues page by page: it must not wait for itself.
 #[test]
 fn faults_beyond_a_memory_limit_are_refused() {
     if !can_merge() || program().is_none() {
@@ -546,9 +546,9 @@ impl Manager {
         let stranger = pagefold_os::fd::Fd::open(c"/dev/null", libc::O_RDONLY, 0).expect("/dev/null");
         // Far from the numbers that they are to have.
         let far = |fd: &pagefold_os::fd::Fd| {
-            // SAFETY: numbers only.
+            // SAFETY: F_DUPFD_CLOEXEC takes no pointer, and `fd` is open.
             let fd = unsafe { libc::fcntl(fd.raw(), libc::F_DUPFD_CLOEXEC, 200) };
-            // SAFETY: just made.
+            // SAFETY: the call above made the descriptor, and nothing else owns it.
             unsafe { pagefold_os::fd::Fd::from_raw(fd) }
         };
         let mut all: Vec<(&str, pagefold_os::fd::Fd)> =
@@ -564,7 +564,7 @@ impl Manager {
         command.env("NOTIFY_SOCKET", notify).stdin(Stdio::null()).stdout(Stdio::null());
         let pass = move || {
             for (number, fd) in (3..).zip(&numbers) {
-                // SAFETY: numbers only; whatever had this number is the child's own and goes with exec.
+                // SAFETY: dup2 takes no pointers. It runs in the child before exec, where no other thread uses the number.
                 if unsafe { libc::dup2(*fd, number) } < 0 {
                     return Err(std::io::Error::last_os_error());
                 }

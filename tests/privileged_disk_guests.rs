@@ -67,8 +67,7 @@ fn frames(pid: i32) -> HashMap<u64, u64> {
 
 #[test]
 fn a_disk_block_is_one_frame_in_the_host_and_in_every_guest() {
-    // SAFETY: geteuid has no preconditions.
-    if unsafe { libc::geteuid() } != 0 || !Path::new("/dev/fuse").exists() {
+    if !common::root() || !Path::new("/dev/fuse").exists() {
         return skipped("mounting and looking at frames needs root and /dev/fuse");
     }
     let Some(boot) = guest::needs(&DISK).filter(|_| can_merge()) else { return };

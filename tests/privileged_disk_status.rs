@@ -121,7 +121,7 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
 
     // One that is stopped is told, and not left out.
     let pid = status["disks"][0]["pid"].as_u64().expect("a process") as i32;
-    // SAFETY: numbers only, and a process of ours.
+    // SAFETY: kill takes no pointers; the process is the server that this test started.
     let signal = |signal| assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
     signal(libc::SIGSTOP);
     let [all, one] =
@@ -205,7 +205,7 @@ fn a_mount_with_too_few_descriptors_for_its_threads_is_refused() {
 #[test]
 fn an_interrupted_mount_in_the_background_does_not_come() {
     let Some((base, images, mount)) = place() else { return };
-    // SAFETY: numbers only, and processes of ours that live or were not waited for.
+    // SAFETY: kill takes no pointers; the processes are children that live or were not waited for.
     let signal = |pid: i32, signal| unsafe { libc::kill(pid, signal) };
     for turn in 0.. {
         let mut command = Command::new(TOOL);

@@ -265,16 +265,16 @@ fn liar() {
         }
         "a descriptor that waits" => {
             let (uffd, _table) = liar.registered();
-            // SAFETY: numbers only.
+            // SAFETY: F_SETFL takes no pointer, and `uffd` is open.
             assert_eq!(unsafe { libc::fcntl(uffd.fd().raw(), libc::F_SETFL, 0) }, 0);
-            // SAFETY: the liar's own memory: there, so that it is asked for.
+            // SAFETY: the mapping has that many pages and no Rust reference to it exists. Written pages exist, so the daemon asks for them.
             unsafe { liar.memory.as_ptr().write_bytes(7, PAGES * PAGE_SIZE) };
             liar.serve(Liar::yes);
             for_ever()
         }
         "yes to everything" => {
             liar.accepted(|_| ());
-            // SAFETY: the liar's own memory: there, so that it is asked for.
+            // SAFETY: the mapping has that many pages and no Rust reference to it exists. Written pages exist, so the daemon asks for them.
             unsafe { liar.memory.as_ptr().write_bytes(7, PAGES * PAGE_SIZE) };
             liar.serve(Liar::yes);
             for_ever()
@@ -376,7 +376,7 @@ fn liars_harm_themselves_only() {
         assert!(ended.is_some_and(|status| status.success()), "{what}: {ended:?}");
         honest.does("peek 200");
     }
-    // All at once, with the honest one working among them.
+    // All liars run at the same time, beside the honest client.
     let mut liars: Vec<(&str, Reaped)> = BORNE.iter().map(|what| (*what, tell(&host, what))).collect();
     wait_for("the liars to be clients", 60, || {
         let status = host.status();

@@ -61,7 +61,7 @@ fn killed_daemons_and_clients_leave_the_others_running() {
     let new = servers.len() - 1;
     wait_for("a new client to be merged", 60, || servers[new].check("check") > 3000);
     daemon.verify();
-    // With its clients gone the daemon lets go of all segments.
+    // Without clients the daemon releases all segments.
     servers.clear();
     wait_for("the daemon to forget its clients", 30, || {
         daemon.status()["clients"].as_array().is_some_and(Vec::is_empty)

@@ -1,4 +1,4 @@
-//! A KVM guest made by hand: its memory is merged while it writes.
+//! A KVM guest of a few instructions: its memory is merged while it writes.
 //!
 //! Two processes each run a guest of a few instructions in 32-bit mode. Every
 //! round the guest reads all its pages, adding up their second words, and

@@ -39,8 +39,8 @@ fn merged_at_rest(host: &Host, pid: i32) {
     });
 }
 
-/// Puts everything of a client out, more than `pages`. The agent that just let go may not be ready for it yet, and memory
-/// from which the program just discarded something is left alone for a moment.
+/// Evicts all memory of a client, more than `pages` pages. After an unmerge the agent may not be ready at first, and memory
+/// with a recent discard is left alone for a moment.
 fn park(host: &Host, pid: i32, pages: u64) {
     wait_for("the pages to go", 120, || {
         host.tool(&["park", &pid.to_string()]).status.success() && host.number(pid, "pages_out") > pages

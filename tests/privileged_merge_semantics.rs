@@ -181,7 +181,7 @@ fn huge_pages_lose_no_write_while_they_are_merged_whole() {
     scenario_under(&["--scan-interval", "50ms"], "huge-writers", &[]);
 }
 
-/// At most 64 pages are frozen at once, but for huge pages that are merged whole.
+/// One freeze takes at most 64 pages, except for huge pages that are merged whole.
 #[test]
 fn huge_pages_that_have_twins_are_merged_whole() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
@@ -226,8 +226,7 @@ fn a_core_dump_holds_merged_pages() {
 #[test]
 fn giving_up_privileges_does_not_wait_for_a_stopped_daemon() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
-    // SAFETY: takes nothing.
-    if unsafe { libc::geteuid() } != 0 {
+    if !common::root() {
         return skipped("needs root to give something up");
     }
     let daemon = Daemon::start(&["--no-keeper"]);

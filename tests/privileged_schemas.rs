@@ -66,8 +66,7 @@ impl Drop for Mount<'_> {
 
 #[test]
 fn the_status_of_a_mount_matches_its_schema() {
-    // SAFETY: returns a number.
-    if unsafe { libc::geteuid() } != 0 || !Path::new("/dev/fuse").exists() {
+    if !common::root() || !Path::new("/dev/fuse").exists() {
         return skipped("mounting needs root and /dev/fuse");
     }
     let scratch = tempfile::tempdir_in("/var/tmp").expect("a directory");

@@ -16,7 +16,7 @@ struct Block {
     shown: Option<String>,
 }
 
-/// The ```sh blocks, each with the ```text block behind it.
+/// The ```sh blocks, each with the ```text block after it.
 fn blocks(page: &str) -> Vec<Block> {
     let mut blocks: Vec<Block> = Vec::new();
     let mut rest = page;
@@ -121,8 +121,7 @@ impl Drop for Cleanup<'_> {
 
 #[test]
 fn the_tutorial_runs_as_it_is_written() {
-    // SAFETY: returns a number.
-    if unsafe { libc::geteuid() } != 0 {
+    if !common::root() {
         return skipped("the tutorial mounts: it needs root");
     }
     if !can_merge() || installed("perl").is_none() {

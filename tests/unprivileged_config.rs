@@ -218,8 +218,7 @@ fn a_file_that_cannot_be_read_is_one_line() {
         1,
         &format!("pagefold: {}/long.toml: longer", home.path().display()),
     );
-    // SAFETY: returns a number.
-    if unsafe { libc::geteuid() } == 0 {
+    if common::root() {
         // Root reads every file, so the user's own file must be root's.
         let file = home.path().join(".config/pagefold/pagefold.toml");
         write(&file, "[daemon]\n");

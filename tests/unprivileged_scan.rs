@@ -155,7 +155,7 @@ fn a_closed_pipe_is_no_failure() {
     assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
 }
 
-/// What pagefold merged already is told as such, and no longer as a saving to be had.
+/// Pages that pagefold has merged are reported as merged, not as a possible saving.
 #[test]
 fn merged_pages_of_clients_are_no_saving() {
     let dir = tempfile::tempdir().expect("a directory");

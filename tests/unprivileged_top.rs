@@ -28,7 +28,7 @@ struct Window {
     screen: Arc<Mutex<vt100::Parser>>,
     /// All that was written to it.
     raw: Arc<Mutex<Vec<u8>>>,
-    /// Tells the reader to let go of the terminal with the next that is written to it.
+    /// Tells the reader to close the terminal at the next output.
     closing: Arc<AtomicBool>,
     reader: std::thread::JoinHandle<()>,
 }

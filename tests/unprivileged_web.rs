@@ -168,7 +168,7 @@ fn only_proper_requests_of_this_machine_are_answered() {
 fn a_unix_socket_is_for_its_owner_or_a_group() {
     let dir = tempfile::tempdir().expect("a directory");
     let (page, metrics) = (dir.path().join("web.sock"), dir.path().join("metrics.sock"));
-    // SAFETY: it only tells a number.
+    // SAFETY: getegid(2) has no arguments and cannot fail.
     let group = unsafe { libc::getegid() };
     // What a killed daemon left does not keep the next one out.
     drop(std::os::unix::net::UnixListener::bind(&page).expect("a socket"));

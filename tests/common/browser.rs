@@ -26,7 +26,7 @@ pub struct Browser {
 impl Drop for Browser {
     fn drop(&mut self) {
         // Its process group: a browser is many processes.
-        // SAFETY: the group is that of a child that was not waited for.
+        // SAFETY: kill takes no pointers. The group's leader was not waited for, so its pid is not reused.
         unsafe { libc::kill(-(self.child.id() as i32), libc::SIGKILL) };
         let _ = self.child.wait();
     }

@@ -78,14 +78,18 @@ pub fn skipped(why: &str) {
     let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
 }
 
-/// True if we may have namespaces of our own and be other users; says so where not.
+/// True for the user root.
+pub fn root() -> bool {
+    // SAFETY: geteuid(2) has no arguments and cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// True if this process may make namespaces and become other users; says so where not.
 pub fn is_root() -> bool {
-    // SAFETY: returns a number.
-    let root = unsafe { libc::geteuid() } == 0;
-    if !root {
+    if !root() {
         skipped("not root: no mount namespaces and other users");
     }
-    root
+    root()
 }
 
 /// True if live merging works here; says why not.

@@ -77,7 +77,7 @@ fn a_daemon_that_is_stopped_is_named_with_its_cure() {
     let daemon = Reaped(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the tool runs"));
     let (socket, pid) = (tool.dir.path().join("s"), daemon.pid());
     common::wait_for("the daemon to answer", 120, || tool.run(&["status", "--socket", "s"]).status.success());
-    // SAFETY: a child that was not waited for.
+    // SAFETY: kill takes no pointers. The child was not waited for, so its pid is not reused.
     unsafe { libc::kill(pid, libc::SIGSTOP) };
     let cure = format!("process {pid} is stopped; kill -CONT {pid} lets it go on");
     let line = format!("pagefold: the daemon at {} does not answer: {cure}\n", socket.display());
@@ -99,7 +99,7 @@ fn a_daemon_that_is_stopped_is_named_with_its_cure() {
         let asked = tool.run(&[args, &["--socket", "s"], program].concat());
         assert_eq!((text(&asked.stderr), asked.status.code()), (line.clone(), Some(code)), "{args:?}");
     }
-    // SAFETY: as above.
+    // SAFETY: kill takes no pointers. The child was not waited for, so its pid is not reused.
     unsafe { libc::kill(pid, libc::SIGCONT) };
     assert!(tool.run(&["status", "--socket", "s"]).status.success());
 }

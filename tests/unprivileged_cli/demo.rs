@@ -52,7 +52,7 @@ fn a_demonstration_that_is_ended_leaves_no_process() {
         while said.len() < 2 {
             said.push(lines.recv_timeout(patience).unwrap_or_else(|_| panic!("the demo begins: {said:?}")));
         }
-        // SAFETY: a child that was not waited for.
+        // SAFETY: kill takes no pointers. The child was not waited for, so its pid is not reused.
         unsafe { libc::kill(demo.id() as i32, signal) };
         let ended = loop {
             match lines.recv_timeout(patience) {

@@ -19,7 +19,7 @@ fn begun(mut command: Command, args: &[&str], ignored: bool, closed: libc::c_int
         }
         Ok(())
     };
-    // SAFETY: as above.
+    // SAFETY: `begin` makes only calls that are allowed between fork and exec.
     unsafe { command.args(args).pre_exec(begin) };
     let output = command.output().expect("it runs");
     (output.status.code(), text(&output.stdout))
