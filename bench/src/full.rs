@@ -1,4 +1,4 @@
-//! What `--full` stands for: the runs of each benchmark that together take every published figure, within two hours on two
+//! The runs behind `--full`: together they measure every published figure, within two hours on two
 //! processors for all of them.
 //!
 //! Slow structures far behind (maps under one lock, trees with a node per key, the largest sets) run once, everything else in
@@ -71,7 +71,6 @@ const RUNS: &[Row] = &[
     ("zswap", "index", "--part index --entries 100000,1000000 --rounds", "1", None),
     ("zswap", "tier", "--part density,latency,live,half --guests 4 --rounds", "3", None),
     ("zswap", "index-large", "--part index --entries 10000000 --rounds 1 --only", OURS, Some(6)),
-    ("pageone", "growth", "--only growth --rounds", "1", Some(10)),
     // A sixteenth of the published size.
     ("pageone", "merge-largest", "--only merge --layout files --processes 12 --mib 1024 --rounds", "1", Some(6)),
     ("kv", "source", "--keys 10000000 --rounds 1 --tables", "source", Some(11)),

@@ -83,7 +83,7 @@ impl Group {
         text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok()).unwrap_or(0)
     }
 
-    /// Bytes of file cache that no program has mapped: what the kernel drops before anything else.
+    /// Bytes of file cache that no program has mapped: the kernel drops it first.
     pub fn idle_file_cache(&self) -> u64 {
         let text = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
         let field = |name: &str| -> u64 {

@@ -23,25 +23,16 @@ const FILES: [(&str, &str); 5] = [
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Definition {
-    /// Name of the source, and of the command that repeats it.
     pub name: String,
-    /// What the source is called.
     pub title: String,
-    /// Author, title and date.
     pub source: String,
-    /// What the source measured on.
     pub machine: String,
-    /// What the source ran.
     pub workload: String,
-    /// What is run here instead.
     pub here: String,
-    /// The command that gives our rows.
     pub command: String,
-    /// The benches whose rows are looked through.
+    /// The benches that measure its rows.
     pub reads: Vec<String>,
-    /// The source's own rows.
     pub published: Vec<Published>,
-    /// The comparable figures.
     pub figure: Vec<Figure>,
 }
 
@@ -51,17 +42,11 @@ pub struct Definition {
 pub struct Published {
     /// Name in formulas.
     pub id: String,
-    /// The system measured.
     pub system: String,
-    /// What was measured.
     pub what: String,
-    /// The number.
     pub value: f64,
-    /// Its unit.
     pub unit: String,
-    /// Where in the source.
     pub place: String,
-    /// The words there.
     pub quote: String,
 }
 
@@ -69,9 +54,7 @@ pub struct Published {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Better {
-    /// Larger is better.
     More,
-    /// Smaller is better.
     Less,
 }
 
@@ -79,16 +62,12 @@ pub enum Better {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Side {
-    /// The source's.
     Published,
-    /// That of another system, measured here.
     Peer,
-    /// Ours.
     Ours,
 }
 
 impl Side {
-    /// As tables call it.
     pub fn name(self) -> &'static str {
         match self {
             Side::Published => "published",
@@ -102,15 +81,11 @@ impl Side {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Figure {
-    /// What is shown.
     pub title: String,
-    /// Unit of all its bars.
     pub unit: String,
-    /// Which way is good.
     pub better: Better,
     /// What a reader must know to compare fairly.
     pub note: Option<String>,
-    /// The values side by side.
     pub bar: Vec<Bar>,
 }
 
@@ -118,9 +93,7 @@ pub struct Figure {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bar {
-    /// The owner of the value.
     pub side: Side,
-    /// Its label.
     pub name: String,
     /// A formula over the published rows.
     pub from: Option<String>,
@@ -147,23 +120,14 @@ pub struct Cell {
 /// A line of the comparison.
 #[derive(Debug, Serialize)]
 pub struct Line {
-    /// The source's name.
     pub source: String,
-    /// The figure's title.
     pub figure: String,
-    /// Unit of the value.
     pub unit: String,
-    /// Which way is good.
     pub better: Better,
-    /// The owner of the value.
     pub side: Side,
-    /// Its label.
     pub name: String,
-    /// The value; none where these rows do not have it.
     pub value: Option<f64>,
-    /// The least of the rounds.
     pub low: Option<f64>,
-    /// The most of the rounds.
     pub high: Option<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! Real guests: QEMU boots the distribution's kernel with a busybox root, whose shell runs commands from the console.
+//! Real guests: QEMU boots the distribution's kernel with a busybox root; its shell runs commands from the console.
 
 use crate::process::{Failure, Running};
 use boot::Console;
@@ -63,7 +63,7 @@ const DRIVERS: [&str; 4] = ["virtio_pci.ko", "virtio_blk.ko", "crc32c_generic.ko
 pub struct Setup {
     /// Its memory.
     pub memory_mib: usize,
-    /// Its disk, as QEMU's `-drive` takes it (`file=…,format=raw,cache=none`), or nothing but `extra`.
+    /// Its disk, as QEMU's `-drive` takes it (`file=…,format=raw,cache=none`), or empty where `extra` has it.
     pub drive: String,
     /// How it runs; plain emulation if not said.
     pub accel: Option<String>,
@@ -149,15 +149,6 @@ impl Guest {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-    }
-
-    /// Runs a command to its end.
-    ///
-    /// # Errors
-    /// As [`Guest::wait`].
-    pub fn run(&mut self, command: &str) -> Result<String, Failure> {
-        self.begin(command)?;
-        self.wait()
     }
 
     /// QEMU's process.

@@ -60,7 +60,7 @@ fn several_benches_are_one_document_and_one_record_each() {
     assert_eq!(written, 2);
 }
 
-/// Pages that went out lately come back from LZ4, older ones from Zstandard: neither row is to be taken for the other.
+/// Pages evicted lately are LZ4, older ones Zstandard: each has rows of its own.
 #[test]
 fn a_live_client_is_touched_with_dense_pages_and_with_light_ones() {
     let output = bench(&["zswap", "--part", "live", "--quick", "--guests", "0", "--json"]);

@@ -165,14 +165,19 @@ fn render(status: &Status, style: Style) -> String {
     let totals = &status.totals;
     let merged = totals.pages_sharing + totals.pages_zero > 0;
     let _ = if merged {
-        writeln!(
-            out,
-            "{} saved by one copy of {} pages shown in {} places, and {} zero pages",
-            style.bold(&units::show_size_signed(totals.general_profit)),
-            units::show_count(totals.pages_shared),
-            units::show_count(totals.pages_sharing),
-            units::show_count(totals.pages_zero),
-        )
+        let profit = style.bold(&units::show_size(totals.general_profit.unsigned_abs()));
+        let shared = units::show_counted(totals.pages_shared, "page", "pages");
+        let places = units::show_counted(totals.pages_sharing, "place", "places");
+        let zero = units::show_counted(totals.pages_zero, "zero page", "zero pages");
+        if totals.general_profit < 0 {
+            writeln!(
+                out,
+                "nothing saved yet: records and mappings take {profit} more than one copy of {shared} shown in {places} \
+                 and {zero} save"
+            )
+        } else {
+            writeln!(out, "{profit} saved by one copy of {shared} shown in {places}, and {zero}")
+        }
     } else {
         writeln!(out, "nothing is merged now")
     };
@@ -269,5 +274,18 @@ mod tests {
         assert_eq!(text.matches("e?[31mvil?").count(), 6, "{text:?}");
         let disk = pagefold_disk::Status { mountpoint: hostile(), ..Default::default() };
         assert!(!(text + &render_disks(&[disk], Style::plain())).contains('\x1b'));
+    }
+
+    #[test]
+    fn savings_are_never_negative_and_one_page_is_not_plural() {
+        let mut status = Status::default();
+        (status.totals.pages_shared, status.totals.pages_sharing) = (1, 2);
+        status.totals.general_profit = -8 << 20;
+        let text = render(&status, Style::plain());
+        let loss = "take 8.00 MiB more than one copy of 1 page shown in 2 places and 0 zero pages save";
+        assert!(text.starts_with("nothing saved yet") && text.contains(loss), "{text}");
+        status.totals.general_profit = 4096;
+        let text = render(&status, Style::plain());
+        assert!(text.contains("saved by one copy of 1 page shown in 2 places, and 0 zero pages"), "{text}");
     }
 }

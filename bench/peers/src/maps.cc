@@ -28,74 +28,62 @@ struct TbbCompare {
   static bool equal(uint64_t a, uint64_t b) { return a == b; }
 };
 
-template <class Tree> struct Locked {
+struct RwLock {
   pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
+  void read() { pthread_rwlock_rdlock(&lock); }
+  void write() { pthread_rwlock_wrlock(&lock); }
+  void unlock() { pthread_rwlock_unlock(&lock); }
+};
+
+// For one thread: the cost of the structure without locking.
+struct NoLock {
+  void read() {}
+  void write() {}
+  void unlock() {}
+};
+
+template <class Tree, class Lock> struct Locked {
+  Lock lock;
   Tree tree;
 
   static void *create() { return new Locked; }
   static void destroy(void *map) { delete (Locked *)map; }
   static bool get(void *map, uint64_t key, uint64_t *value) {
     auto *self = (Locked *)map;
-    pthread_rwlock_rdlock(&self->lock);
+    self->lock.read();
     auto it = self->tree.find(key);
     bool found = it != self->tree.end();
     if (found) *value = it->second;
-    pthread_rwlock_unlock(&self->lock);
+    self->lock.unlock();
     return found;
   }
   static bool insert(void *map, uint64_t key, uint64_t value) {
     auto *self = (Locked *)map;
-    pthread_rwlock_wrlock(&self->lock);
+    self->lock.write();
     bool fresh = self->tree.emplace(key, value).second;
-    pthread_rwlock_unlock(&self->lock);
+    self->lock.unlock();
     return fresh;
   }
   static bool remove(void *map, uint64_t key) {
     auto *self = (Locked *)map;
-    pthread_rwlock_wrlock(&self->lock);
+    self->lock.write();
     bool removed = self->tree.erase(key) != 0;
-    pthread_rwlock_unlock(&self->lock);
+    self->lock.unlock();
     return removed;
   }
   static bool replace(void *map, uint64_t key, uint64_t value) {
     auto *self = (Locked *)map;
-    pthread_rwlock_wrlock(&self->lock);
+    self->lock.write();
     bool fresh = self->tree.insert_or_assign(key, value).second;
-    pthread_rwlock_unlock(&self->lock);
+    self->lock.unlock();
     return !fresh;
   }
   static uint64_t scan(void *map, uint64_t from, uint64_t count) {
     auto *self = (Locked *)map;
-    pthread_rwlock_rdlock(&self->lock);
+    self->lock.read();
     uint64_t sum = 0;
     for (auto it = self->tree.lower_bound(from); it != self->tree.end() && count > 0; ++it, --count) sum += it->second;
-    pthread_rwlock_unlock(&self->lock);
-    return sum;
-  }
-};
-
-// Without a lock, for one thread: what the structure costs apart from locking.
-template <class Tree> struct Bare {
-  Tree tree;
-
-  static void *create() { return new Bare; }
-  static void destroy(void *map) { delete (Bare *)map; }
-  static bool get(void *map, uint64_t key, uint64_t *value) {
-    auto &tree = ((Bare *)map)->tree;
-    auto it = tree.find(key);
-    if (it == tree.end()) return false;
-    *value = it->second;
-    return true;
-  }
-  static bool insert(void *map, uint64_t key, uint64_t value) { return ((Bare *)map)->tree.emplace(key, value).second; }
-  static bool remove(void *map, uint64_t key) { return ((Bare *)map)->tree.erase(key) != 0; }
-  static bool replace(void *map, uint64_t key, uint64_t value) {
-    return !((Bare *)map)->tree.insert_or_assign(key, value).second;
-  }
-  static uint64_t scan(void *map, uint64_t from, uint64_t count) {
-    auto &tree = ((Bare *)map)->tree;
-    uint64_t sum = 0;
-    for (auto it = tree.lower_bound(from); it != tree.end() && count > 0; ++it, --count) sum += it->second;
+    self->lock.unlock();
     return sum;
   }
 };
@@ -251,9 +239,9 @@ template <class Peer> static constexpr Functions hashed() {
 
 extern "C" {
 extern const Functions peer_std_map, peer_std_map_bare, peer_absl_btree, peer_cuckoo, peer_tbb, peer_urcu;
-const Functions peer_std_map = ordered<Locked<std::map<uint64_t, uint64_t>>>();
-const Functions peer_std_map_bare = ordered<Bare<std::map<uint64_t, uint64_t>>>();
-const Functions peer_absl_btree = ordered<Locked<absl::btree_map<uint64_t, uint64_t>>>();
+const Functions peer_std_map = ordered<Locked<std::map<uint64_t, uint64_t>, RwLock>>();
+const Functions peer_std_map_bare = ordered<Locked<std::map<uint64_t, uint64_t>, NoLock>>();
+const Functions peer_absl_btree = ordered<Locked<absl::btree_map<uint64_t, uint64_t>, RwLock>>();
 const Functions peer_cuckoo = hashed<Cuckoo>();
 const Functions peer_tbb = hashed<Tbb>();
 const Functions peer_urcu = hashed<Urcu>();

@@ -15,8 +15,6 @@ pub enum Part {
     Sharing,
     /// Guests: processor time.
     Overhead,
-    /// Guests: the mounted file, NBD, vhost-user.
-    FrontEnds,
     /// Guests: copies of one file read with memory for one copy.
     MemoryForOne,
 }
@@ -97,7 +95,7 @@ pub struct GuestSize {
     pub guests: &'static [usize],
     /// How much of the kernel tree the images hold.
     pub tree_mib: u64,
-    /// Rounds of the workload whose processor time is compared.
+    /// Rounds of the workload for comparing processor time.
     pub rounds: usize,
     /// The file that four guests read.
     pub file_mib: usize,

@@ -28,13 +28,11 @@ pub(super) struct Mount {
     pub(super) kind: String,
     /// Part of the mount point's name, for a second mount of a kind.
     pub(super) name: String,
-    /// The directory whose files it shows.
+    /// The directory that it serves.
     pub(super) directory: PathBuf,
     pub(super) cache_mib: usize,
     /// Where fingerprints are kept, if anywhere.
     pub(super) fingerprints: Option<PathBuf>,
-    /// A socket for NBD.
-    pub(super) nbd: Option<PathBuf>,
     /// The control group that the server is charged to.
     pub(super) group: Option<PathBuf>,
     /// Words of a program that runs the server.
@@ -131,7 +129,7 @@ pub(super) fn serve(mount: &str) -> Result<(), Failure> {
         fingerprints: mount.fingerprints,
         read_only: false,
         allow_other: false,
-        nbd: mount.nbd,
+        nbd: None,
         grace: Duration::from_secs(1),
     };
     Ok(mount::serve(&options, |_| ())?)

@@ -61,60 +61,69 @@ pub(super) struct Pair<'a> {
     pub(super) layers: Option<[PathBuf; 3]>,
 }
 
-pub(super) fn memory_of_pair(
-    scratch: &Scratch,
-    pair: &Pair,
-    composefs: Option<&Composefs>,
-    out: &mut Vec<Value>,
-) -> Result<(Store, [PathBuf; 2], [Record; 2]), Failure> {
-    let name = pair.name;
-    let lists = [files(&pair.plain[0]), files(&pair.plain[1])];
-    let predicted = scan::trees(&pair.plain, &Progress::silent())?;
-    let both = || lists.iter().flatten().map(|(path, _)| path.clone());
-    let mut row = |peer: &str, bytes: u64, metadata: u64, plain: u64| {
-        let saved = plain.saturating_sub(bytes + metadata);
-        out.push(json!({
-            "bench": "read-all", "pair": name, "peer": peer, "resident_bytes": bytes, "metadata_bytes": metadata,
-            "saved_percent": (saved as f64 * 1000.0 / plain as f64).round() / 10.0,
-            "of_ideal_percent": (plain.saturating_sub(bytes) as f64 * 1000.0 / predicted.file.duplicate_bytes.max(1) as f64).round() / 10.0,
+/// The ways of keeping a pair of trees, and the rows that they give.
+struct Ways<'a> {
+    scratch: &'a Scratch,
+    pair: &'a Pair<'a>,
+    lists: [Vec<(PathBuf, u64)>; 2],
+    /// Bytes of equal files, which sharing of files could save.
+    ideal: u64,
+    /// Resident bytes of the plain directories.
+    plain: u64,
+    out: &'a mut Vec<Value>,
+}
+
+impl Ways<'_> {
+    fn dir(&self, name: &str) -> Result<PathBuf, Failure> {
+        self.scratch.sub(&format!("{name}-{}", self.pair.name))
+    }
+
+    fn files(&self) -> impl Iterator<Item = PathBuf> + '_ {
+        self.lists.iter().flatten().map(|(path, _)| path.clone())
+    }
+
+    fn row(&mut self, peer: &str, bytes: u64, metadata: u64) {
+        let percent = |part: u64, whole: u64| (part as f64 * 1000.0 / whole.max(1) as f64).round() / 10.0;
+        self.out.push(json!({
+            "bench": "read-all", "pair": self.pair.name, "peer": peer, "resident_bytes": bytes,
+            "metadata_bytes": metadata, "saved_percent": percent(self.plain.saturating_sub(bytes + metadata), self.plain),
+            "of_ideal_percent": percent(self.plain.saturating_sub(bytes), self.ideal),
         }));
-    };
+    }
 
-    evict(both());
-    lists.iter().try_for_each(|list| read_all(list).map(drop))?;
-    let plain = resident(both(), false);
-    row("plain directories", plain, 0, plain);
-    evict(both());
+    fn plain(&mut self) -> Result<(), Failure> {
+        evict(self.files());
+        self.lists.iter().try_for_each(|list| read_all(list).map(drop))?;
+        self.plain = resident(self.files(), false);
+        self.row("plain directories", self.plain, 0);
+        evict(self.files());
+        Ok(())
+    }
 
-    if let Some([base, first, second]) = &pair.layers {
+    fn overlayfs(&mut self) -> Result<(), Failure> {
+        let Some([base, first, second]) = &self.pair.layers else { return Ok(()) };
         let mut mounts = Vec::new();
         for (number, layer) in [first, second].into_iter().enumerate() {
-            let at = scratch.sub(&format!("overlay-{name}-{number}"))?;
-            sh(&format!(
-                "mount -t overlay -o ro,lowerdir={}:{} bench {}",
-                layer.display(),
-                base.display(),
-                at.display()
-            ))?;
+            let at = self.dir(&format!("overlay-{number}"))?;
+            let (layer, base) = (layer.display(), base.display());
+            sh(&format!("mount -t overlay -o ro,lowerdir={layer}:{base} bench {}", at.display()))?;
             mounts.push(at);
         }
         let lower = || [base, first, second].into_iter().flat_map(|dir| names_below(dir));
         evict(lower());
         mounts.iter().try_for_each(|at| read_all(&files(at)).map(drop))?;
-        row("overlayfs, shared base layer", resident(lower(), false), 0, plain);
+        self.row("overlayfs, shared base layer", resident(lower(), false), 0);
         evict(lower());
-        for at in mounts {
-            sh(&format!("umount {}", at.display()))?;
-        }
+        mounts.iter().try_for_each(|at| Ok(sh(&format!("umount {}", at.display()))?))
     }
 
-    // A hard-linked store: one inode per content, with one owner, mode and time for all its names.
-    let linked = scratch.sub(&format!("linked-{name}"))?;
-    let mut first_of: HashMap<String, PathBuf> = HashMap::new();
-    for (number, list) in lists.iter().enumerate() {
-        for (count, (path, _)) in list.iter().enumerate() {
-            let digest = pagefold_image::digest::hash_reader(&mut File::open(path)?)?.0.hex();
-            let target = linked.join(format!("{number}-{count}"));
+    /// A hard-linked store: one inode per content, with one owner, mode and time for all its names.
+    fn hard_links(&mut self) -> Result<(), Failure> {
+        let linked = self.dir("linked")?;
+        let mut first_of: HashMap<String, PathBuf> = HashMap::new();
+        for (count, path) in self.files().enumerate() {
+            let digest = pagefold_image::digest::hash_reader(&mut File::open(&path)?)?.0.hex();
+            let target = linked.join(count.to_string());
             match first_of.get(&digest) {
                 Some(first) => fs::hard_link(first, &target).or_else(|_| fs::copy(path, &target).map(drop))?,
                 None => {
@@ -123,81 +132,98 @@ pub(super) fn memory_of_pair(
                 }
             }
         }
+        sh(&format!("sync -f {}", linked.display()))?;
+        evict(self.files().chain(names_below(&linked)));
+        read_all(&files(&linked))?;
+        self.row("hard-linked store", resident(names_below(&linked), false), 0);
+        Ok(fs::remove_dir_all(&linked)?)
     }
-    sh(&format!("sync -f {}", linked.display()))?;
-    evict(both().chain(names_below(&linked)));
-    read_all(&files(&linked))?;
-    row("hard-linked store", resident(names_below(&linked), false), 0, plain);
-    fs::remove_dir_all(&linked)?;
 
-    // Self-contained EROFS images, mounted from their files.
-    let store = Store::open(&scratch.dir.join(format!("store-{name}")), "default")?;
-    let (one, _) = build_tree(&store, "1", &pair.plain[0])?;
-    let (two, _) = build_tree(&store, "2", &pair.plain[1])?;
-    let records = [one, two];
-    let mut erofs_resident = 0;
-    for (number, record) in records.iter().enumerate() {
-        let (file, at) =
-            (scratch.dir.join(format!("{name}-{number}.erofs")), scratch.sub(&format!("erofs-{name}-{number}"))?);
-        export::to_file(&file, |out| {
-            export::erofs_full(&store, &store.tree(&record.digest)?, out, &Progress::silent())
-        })?;
-        evict([file.clone()]);
-        mount_erofs(&file, &at)?;
-        let list = files(&at);
-        read_all(&list)?;
-        erofs_resident += resident(list.into_iter().map(|(path, _)| path), false) + resident_bytes(&file, false)?;
-        sh(&format!("umount {}", at.display()))?;
-        fs::remove_file(&file)?;
+    /// Self-contained EROFS images, mounted from their files.
+    fn erofs(&mut self, store: &Store, records: &[Record; 2]) -> Result<(), Failure> {
+        let mut bytes = 0;
+        for (number, record) in records.iter().enumerate() {
+            let file = self.scratch.dir.join(format!("{}-{number}.erofs", self.pair.name));
+            let at = self.dir(&format!("erofs-{number}"))?;
+            export::to_file(&file, |out| {
+                export::erofs_full(store, &store.tree(&record.digest)?, out, &Progress::silent())
+            })?;
+            evict([file.clone()]);
+            mount_erofs(&file, &at)?;
+            let list = files(&at);
+            read_all(&list)?;
+            bytes += resident(list.into_iter().map(|(path, _)| path), false) + resident_bytes(&file, false)?;
+            sh(&format!("umount {}", at.display()))?;
+            fs::remove_file(&file)?;
+        }
+        self.row("EROFS images", bytes, 0);
+        Ok(())
     }
-    row("EROFS images", erofs_resident, 0, plain);
 
-    if let Some(composefs) = composefs {
-        let (objects, images) = (scratch.sub(&format!("cfs-{name}"))?, scratch.sub(&format!("cfs-images-{name}"))?);
+    fn composefs(&mut self, composefs: &Composefs) -> Result<(), Failure> {
+        let (objects, images) = (self.dir("cfs")?, self.dir("cfs-images")?);
         let mut mounts = Vec::new();
-        for (number, dir) in pair.plain.iter().enumerate() {
-            let image = images.join(number.to_string());
+        for (number, dir) in self.pair.plain.iter().enumerate() {
+            let (image, at) = (images.join(number.to_string()), self.dir(&format!("cfs-{number}"))?);
             composefs.build(&objects, dir, &image)?;
-            let at = scratch.sub(&format!("cfs-{name}-{number}"))?;
             composefs.mount(&objects, &image, &at)?;
             mounts.push(at);
         }
         sh(&format!("sync -f {}", objects.display()))?;
-        let all = || names_below(&objects).into_iter().chain(names_below(&images));
         mounts.iter().for_each(|at| evict(names_below(at)));
-        evict(all());
+        evict(names_below(&objects).into_iter().chain(names_below(&images)));
         mounts.iter().try_for_each(|at| read_all(&files(at)).map(drop))?;
-        row(
-            "composefs' own tools",
-            resident(names_below(&objects), false),
-            resident(names_below(&images), false),
-            plain,
-        );
-        for at in &mounts {
-            sh(&format!("umount {}", at.display()))?;
-        }
+        let of = |dir: &Path| resident(names_below(dir), false);
+        self.row("composefs' own tools", of(&objects), of(&images));
+        mounts.iter().try_for_each(|at| sh(&format!("umount {}", at.display())))?;
         fs::remove_dir_all(&objects)?;
-        fs::remove_dir_all(&images)?;
+        Ok(fs::remove_dir_all(&images)?)
     }
 
-    let mounts = [scratch.sub(&format!("mnt-{name}-1"))?, scratch.sub(&format!("mnt-{name}-2"))?];
-    for (record, at) in records.iter().zip(&mounts) {
-        mount::mount(&store, record, at, &Options::default())?;
+    fn pagefold(&mut self, store: &Store, records: &[Record; 2]) -> Result<[PathBuf; 2], Failure> {
+        let mounts = [self.dir("mnt-1")?, self.dir("mnt-2")?];
+        for (record, at) in records.iter().zip(&mounts) {
+            mount::mount(store, record, at, &Options::default())?;
+        }
+        sh(&format!("sync -f {}", store.root().display()))?;
+        evict(self.files());
+        evict_store(store, &mounts);
+        let read: Vec<u64> = mounts.iter().map(|at| read_all(&files(at))).collect::<Result<_, _>>()?;
+        let expected: Vec<u64> = self.lists.iter().map(|list| list.iter().map(|(_, size)| size).sum()).collect();
+        if read != expected {
+            let name = self.pair.name;
+            return Err(format!("{name}: the mounts gave {read:?} bytes, the directories {expected:?}").into());
+        }
+        let (objects, metadata) = pagefold_memory(store, &mounts);
+        self.row("pagefold", objects, metadata);
+        let (total, _) = stat::stat(store, &[])?;
+        self.out.push(json!({ "bench": "stat", "pair": self.pair.name, "memory_saved_bytes": total.memory_saved_bytes,
+            "plain_minus_pagefold_bytes": self.plain.saturating_sub(objects + metadata) }));
+        Ok(mounts)
     }
-    sh(&format!("sync -f {}", store.root().display()))?;
-    evict(both());
-    evict_store(&store, &mounts);
-    let read: Vec<u64> = mounts.iter().map(|at| read_all(&files(at))).collect::<Result<_, _>>()?;
-    let expected: Vec<u64> = lists.iter().map(|list| list.iter().map(|(_, size)| size).sum()).collect();
-    if read != expected {
-        return Err(format!("{name}: the mounts gave {read:?} bytes, the directories {expected:?}").into());
+}
+
+/// Measures a pair in all ways; the mounts of its images stay.
+pub(super) fn memory_of_pair(
+    scratch: &Scratch,
+    pair: &Pair,
+    composefs: Option<&Composefs>,
+    out: &mut Vec<Value>,
+) -> Result<(Store, [PathBuf; 2], [Record; 2]), Failure> {
+    let lists = [files(&pair.plain[0]), files(&pair.plain[1])];
+    let predicted = scan::trees(&pair.plain, &Progress::silent())?;
+    let mut ways = Ways { scratch, pair, lists, ideal: predicted.file.duplicate_bytes, plain: 0, out };
+    ways.plain()?;
+    ways.overlayfs()?;
+    ways.hard_links()?;
+    let store = Store::open(&scratch.dir.join(format!("store-{}", pair.name)), "default")?;
+    let records = [build_tree(&store, "1", &pair.plain[0])?.0, build_tree(&store, "2", &pair.plain[1])?.0];
+    ways.erofs(&store, &records)?;
+    if let Some(composefs) = composefs {
+        ways.composefs(composefs)?;
     }
-    let (objects, metadata) = pagefold_memory(&store, &mounts);
-    row("pagefold", objects, metadata, plain);
-    let (total, _) = stat::stat(&store, &[])?;
-    out.push(json!({ "bench": "stat", "pair": name, "memory_saved_bytes": total.memory_saved_bytes,
-        "plain_minus_pagefold_bytes": plain.saturating_sub(objects + metadata) }));
-    out.push(json!({ "bench": "predicted", "pair": name, "total_bytes": predicted.total_bytes,
+    let mounts = ways.pagefold(&store, &records)?;
+    out.push(json!({ "bench": "predicted", "pair": pair.name, "total_bytes": predicted.total_bytes,
         "file_percent": predicted.file.percent, "chunk_64k_percent": predicted.chunk_64k.percent,
         "chunk_16k_percent": predicted.chunk_16k.percent, "page_4k_percent": predicted.page_4k.percent }));
     Ok((store, mounts, records))

@@ -79,7 +79,7 @@ pub(super) fn names_below(root: &Path) -> Vec<PathBuf> {
     files(root).into_iter().map(|(path, _)| path).collect()
 }
 
-/// What the files that lie inside the metadata images hold in memory, per mount.
+/// Memory of the files that lie inside the metadata images, per mount.
 pub(super) fn inline_memory(mounts: &[PathBuf]) -> u64 {
     let all = mounts.iter().flat_map(|at| files(at));
     let inline = all.filter(|(_, size)| (1..=pagefold_image::tree::INLINE_MAX).contains(size));

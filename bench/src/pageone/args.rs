@@ -21,8 +21,6 @@ pub enum Part {
     Idle,
     /// Shared pages that are written again and again.
     Churn,
-    /// Costs against pages, clients, workers, length of runs.
-    Growth,
     /// QEMU guests.
     Guests,
 }
@@ -40,7 +38,7 @@ pub struct Args {
     /// merge: files, zero, scattered, huge or runs-N only.
     #[arg(long, value_name = "NAME", value_parser = parse_layout)]
     pub layout: Option<Layout>,
-    /// merge: the engine of that name in the table, or all whose names begin with it.
+    /// merge: the engine of that name in the table, or all with names that begin with it.
     #[arg(long, value_name = "NAME")]
     pub engine: Option<String>,
     /// merge: the number of processes.
@@ -49,7 +47,7 @@ pub struct Args {
     /// merge: MiB of each process.
     #[arg(long, value_name = "N")]
     pub mib: Option<u64>,
-    /// Runs of each row (growth, guests: at most 3); the median and the spread are shown.
+    /// Runs of each row (guests: at most 3); the median and the spread are shown.
     #[arg(long, value_name = "N")]
     rounds: Option<usize>,
     /// Without the peer.

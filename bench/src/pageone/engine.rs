@@ -112,7 +112,7 @@ impl Running {
         }
     }
 
-    /// Starts a workload whose memory this engine may merge, but not before [`Running::go`].
+    /// Starts a workload for this engine to merge, but not before [`Running::go`].
     pub fn workload(&self, shape: Shape) -> Result<Workload, Failure> {
         match self {
             Running::Ours(_, socket) => {
@@ -184,7 +184,7 @@ impl Running {
         }
     }
 
-    /// Passes over all memory of so many processes, and what they take.
+    /// Passes over all memory of this many processes, and their processor time.
     pub fn passes(&self, processes: u64) -> Result<Passes, Failure> {
         match self {
             Running::Ours(..) => Ok(Passes::of(&self.status()?, processes)),

@@ -1,4 +1,4 @@
-//! Merging: time per page, memory, and the longest waits; and how the costs grow.
+//! Merging: time per page, memory, and the longest waits.
 
 use super::args::Args;
 use super::engine::{Engine, Running};
@@ -106,50 +106,5 @@ pub fn merge(args: &Args) -> Result<(), Failure> {
             rows.collect(),
         );
     }
-    Ok(())
-}
-
-/// Measures costs against the number of pages, clients and workers, and the length of runs.
-pub fn growth(args: &Args) -> Result<(), Failure> {
-    let (processes, mib) = if args.quick { (2, 40) } else { (4, 120) };
-    let base = Shape { layout: Layout::Files, processes, mib };
-    let list = |all: &'static [u64], quick: &'static [u64]| if args.quick { quick } else { all };
-    let mut shapes: Vec<(&str, u64, Shape, usize)> = Vec::new();
-    for by in list(&[1, 2, 4, 8], &[1, 2]) {
-        let shape = Shape { mib: base.mib / 2 * by, ..base };
-        shapes.push(("pages", shape.pages(), shape, 1));
-    }
-    for &processes in list(&[2, 4, 8, 16], &[2, 4]) {
-        shapes.push(("clients", processes, Shape { processes, ..base }, 1));
-    }
-    shapes.extend([1, 2, 4].map(|workers| ("workers", workers as u64, base, workers)));
-    for &run in list(&[1, 2, 4, 8, 16, 64, 256, 1024], &[2, 64]) {
-        shapes.push(("run length", run, Shape { layout: Layout::Runs(run), ..base }, 1));
-    }
-    let mut rows = Vec::new();
-    for (what, to, shape, workers) in shapes {
-        let (mut ours, mut peer) = (Vec::new(), Vec::new());
-        for _ in 0..args.rounds().min(3) {
-            ours.push(merge_once(Engine::Ours { workers, predict: true }, shape)?);
-            if !args.no_ksm && what != "workers" {
-                peer.push(merge_once(Engine::Ksm { smart_scan: 1 }, shape)?);
-            }
-        }
-        let cpu = |runs: &[Merged]| spread(runs, |run| Some(run.cpu_us()));
-        rows.push(json!({
-            "part": "growth", "grows": what, "to": to, "processes": shape.processes, "mib_each": shape.mib,
-            "layout": shape.layout.name(), "workers": workers, "cpu_us_per_page": cpu(&ours),
-            "ksm_cpu_us_per_page": (!peer.is_empty()).then(|| cpu(&peer)),
-            "wall_us_per_page": spread(&ours, |run| run.pace.merging_us),
-            "wall_us_per_page_from_start": spread(&ours, |run| Some(run.pace.from_start_us)),
-            "freeze_us_p99": spread(&ours, |run| run.freeze_us_p99),
-        }));
-    }
-    record::table(
-        &format!("growth: {processes} processes of {mib} MiB in files of 20 MB, but for the first column"),
-        "grows|to|CPU us/page=cpu_us_per_page:2|KSM=ksm_cpu_us_per_page:2|wall us/page=wall_us_per_page:2|\
-         wait p99 us=freeze_us_p99:0",
-        rows,
-    );
     Ok(())
 }

@@ -31,14 +31,13 @@ use std::process::ExitCode;
 /// Measures a part and prints its table.
 type Measure = fn(&Args) -> Result<(), Failure>;
 
-const PARTS: [(Part, Measure); 8] = [
+const PARTS: [(Part, Measure); 7] = [
     (Part::Merge, merge::merge),
     (Part::TwoDaemons, two_daemons::measure),
     (Part::Breaks, latency::breaks),
     (Part::Delay, latency::delay),
     (Part::Idle, latency::idle),
     (Part::Churn, churn::churn),
-    (Part::Growth, merge::growth),
     (Part::Guests, guests::measure),
 ];
 

@@ -23,7 +23,7 @@ pub enum Layout {
     Scattered,
     /// As `Files`, in memory that is asked to be huge pages.
     Huge,
-    /// Runs of so many pages in an order of each process's own.
+    /// Runs of this many pages in an order of each process's own.
     Runs(u64),
 }
 
@@ -117,7 +117,7 @@ impl Workload {
         Ok(workload)
     }
 
-    /// Fills all memory, one process after the other: filling is not what is measured, and two would disturb each other.
+    /// Fills all memory, one process after the other: filling is not measured, and two processes would disturb each other.
     pub fn fill(&mut self) -> Result<(), Failure> {
         self.0.iter_mut().try_for_each(|member| {
             writeln!(member.input, "fill")?;

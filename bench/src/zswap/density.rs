@@ -21,7 +21,7 @@ fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
     let refused = results.iter().filter(|result| result.is_err()).count();
     assert_eq!(refused, 0, "the tier refused pages");
     let stats = tier.stats();
-    // A set that does not come back has no figure.
+    // A set that reads back wrong has no figure.
     let mut back = [0; 4096];
     let step = (pages.len() / 2000).max(1);
     for (page, data) in pages.iter().step_by(step) {

@@ -39,7 +39,7 @@ impl Backend {
         if tier { "cold tier".to_owned() } else { format!("zswap, {}", Zswap::compressor()) }
     }
 
-    /// A program whose memory it holds.
+    /// A program under this backend.
     fn program(&self, name: &str) -> Command {
         let Backend::Tier(daemon) = self else { return Command::new(name) };
         let words = daemon.run(&["--cold"]);
@@ -228,7 +228,7 @@ fn worker(pid: u32) -> (u32, u64) {
     below.chain([(pid, procfs::rss(pid as i32))]).max_by_key(|(_, rss)| *rss).unwrap_or((pid, 0))
 }
 
-/// The process of stress-ng, which is asked to end first: killed at once it would leave its own children.
+/// The process of stress-ng. It is interrupted before it is killed: SIGKILL alone would leave its children.
 struct Stress(Running);
 
 impl Stress {

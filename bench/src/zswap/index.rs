@@ -220,7 +220,7 @@ impl Map for Leaves {
     }
 }
 
-/// Words whose zero is all-zero bytes.
+/// Words with an all-zero zero.
 ///
 /// # Safety
 /// All-zero bytes are a valid value.

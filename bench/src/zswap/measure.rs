@@ -41,7 +41,7 @@ impl Area {
 
     /// Discards all pages.
     pub fn forget(&self) {
-        // SAFETY: the range is this mapping, whose content is not read again.
+        // SAFETY: the range is this mapping, and its content is not read again.
         let _ = unsafe { pagefold_os::mem::advise(self.0.addr(), self.0.len() as u64, libc::MADV_DONTNEED) };
     }
 

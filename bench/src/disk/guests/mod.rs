@@ -1,7 +1,6 @@
 //! Disk images under real guests: what is shared beside KSM, what it costs the guests, and what it saves when the host
 //! has memory for one copy of what four guests read.
 
-mod front_ends;
 mod machines;
 mod overhead;
 mod pressure;
@@ -19,7 +18,7 @@ use std::process::Command;
 
 /// Measures the wanted parts. A part that fails does not take the others' rows with it.
 pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part) -> bool) -> Result<(), Failure> {
-    let parts = [Part::Sharing, Part::Overhead, Part::FrontEnds, Part::MemoryForOne].map(|part| (part, wanted(part)));
+    let parts = [Part::Sharing, Part::Overhead, Part::MemoryForOne].map(|part| (part, wanted(part)));
     if parts.iter().all(|(_, wanted)| !wanted) {
         return Ok(());
     }
@@ -42,7 +41,6 @@ pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part)
                 let count = if size.all_peers { 2 } else { 1 };
                 overhead::overhead(scratch, &boot, &directory, &images[..count.min(most)], size)
             }
-            Part::FrontEnds => front_ends::front_ends(scratch, &boot, &directory, &images[0], size),
             _ => pressure::pressure(scratch, &boot, size),
         };
         failed.extend(outcome.err().map(|error| format!("{part:?}: {error}")));

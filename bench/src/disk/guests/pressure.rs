@@ -19,7 +19,7 @@ const READERS: usize = 4;
 const PASSES: usize = 3;
 /// Guests so small that they cannot keep the file and read it from the host again.
 const SMALL_MIB: usize = 96;
-/// What QEMU takes beyond its guest's memory, with a small buffer for translated code.
+/// Memory of QEMU beyond its guest's, with a small buffer for translated code.
 const QEMU_MIB: usize = 56;
 
 fn vmstat(name: &str) -> Result<u64, Failure> {
@@ -187,7 +187,7 @@ fn read_under_pressure(
     }
     let (swap_after, seconds) = (swaps()?, started.elapsed().as_secs_f64());
     let swapped_in = swap_after.0 - swap_before.0;
-    // What came back from swap is no read of an image.
+    // Pages read from swap are not reads of an image.
     let read = (reads() - read_before).saturating_sub(swapped_in);
     // Each version of groups has its own name for it.
     let peak_bytes = group.number(&["memory.max_usage_in_bytes", "memory.peak"]).unwrap_or(0);

@@ -28,7 +28,7 @@ fn started(dir: &Path) -> Child {
 }
 
 fn end(dir: &Path, child: &mut Child, pid: i32, signal: i32) -> ExitStatus {
-    // SAFETY: a process of ours, or the child of one that waits for it.
+    // SAFETY: kill takes numbers only; the process is our child, or a child that our child has not reaped yet.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
     let status = child.wait().expect("ours");
     let left: Vec<String> = names(dir).into_iter().filter(|name| !name.ends_with(".lock")).collect();
@@ -37,7 +37,7 @@ fn end(dir: &Path, child: &mut Child, pid: i32, signal: i32) -> ExitStatus {
 }
 
 #[test]
-fn a_run_that_is_asked_to_end_leaves_no_file() {
+fn a_run_that_gets_a_signal_leaves_no_file() {
     for signal in [libc::SIGTERM, libc::SIGQUIT] {
         let dir = tempfile::tempdir().expect("a directory");
         let mut child = started(dir.path());
@@ -48,7 +48,7 @@ fn a_run_that_is_asked_to_end_leaves_no_file() {
 }
 
 #[test]
-fn what_is_left_when_who_watches_is_killed_the_next_run_takes_away() {
+fn the_next_run_removes_the_files_of_a_run_with_a_killed_guard() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = started(dir.path());
     child.kill().expect("ours");
@@ -71,9 +71,8 @@ fn a_run_that_is_killed_leaves_no_file() {
     assert_eq!((status.code(), status.signal()), (Some(1), None));
 }
 
-/// Neither who would not notice.
 #[test]
-fn nobody_outlives_who_watches() {
+fn no_process_outlives_a_killed_guard() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = started(dir.path());
     let child_of = |pid: u32| -> Option<u32> {
@@ -86,9 +85,9 @@ fn nobody_outlives_who_watches() {
             Some(worker) => break worker,
             None => std::thread::sleep(Duration::from_millis(5)),
         }
-        assert!(child.try_wait().expect("ours").is_none(), "it started nobody");
+        assert!(child.try_wait().expect("ours").is_none(), "it started no process");
     };
-    // SAFETY: a child of the run, which waits for it.
+    // SAFETY: kill takes numbers only; the run has not reaped this child yet.
     assert_eq!(unsafe { libc::kill(worker as i32, libc::SIGSTOP) }, 0);
     child.kill().expect("ours");
     child.wait().expect("ours");
@@ -99,7 +98,7 @@ fn nobody_outlives_who_watches() {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    // SAFETY: numbers only; the group is the run's.
+    // SAFETY: kill takes numbers only; the group is the run's.
     unsafe { libc::kill(-(guarded as i32), libc::SIGKILL) };
-    panic!("somebody goes on: {} {}", runs(guarded), runs(worker));
+    panic!("a process goes on: {} {}", runs(guarded), runs(worker));
 }
