@@ -4,9 +4,9 @@ use crate::commands::Error;
 use crate::output::Progress;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
-use pagefold_os::own;
+use pagefold_os::filesystem::is_noexec;
+use pagefold_os::private_dir;
 use pagefold_os::sock::PATH_BYTES_MAX;
-use pagefold_os::volume::is_noexec;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -28,8 +28,8 @@ const OTHERS_START_MAX: Duration = Duration::from_secs(5);
 
 /// This user's directory for sockets and the agent, which is made if it is not there.
 pub fn runtime_dir() -> Result<PathBuf, Error> {
-    let dir = own::runtime_dir()?;
-    own::make_own(&dir).map_err(|error| format!("{error}; set PAGEFOLD_RUNTIME_DIR to another directory"))?;
+    let dir = private_dir::runtime_dir()?;
+    private_dir::make_own(&dir).map_err(|error| format!("{error}; set PAGEFOLD_RUNTIME_DIR to another directory"))?;
     Ok(dir)
 }
 
@@ -85,7 +85,7 @@ pub fn agent_dir() -> Result<PathBuf, Error> {
     };
     let others = cache.map(|dir| dir.join("pagefold")).into_iter();
     let mut others = others.chain([std::env::temp_dir().join(format!("pagefold-{uid}"))]);
-    others.find(|dir| own::make_own(dir).is_ok() && !is_noexec(dir)).ok_or_else(|| {
+    others.find(|dir| private_dir::make_own(dir).is_ok() && !is_noexec(dir)).ok_or_else(|| {
         format!(
             "no agent can be loaded from {}, which is mounted noexec; set PAGEFOLD_RUNTIME_DIR to a directory that is not",
             first.display()

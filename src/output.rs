@@ -5,7 +5,7 @@
 //! error, and that only if a person sits behind it.
 
 use crate::units::{show_duration, show_size};
-pub use pagefold_os::text::clean;
+pub use pagefold_os::sanitize::clean;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 

@@ -6,7 +6,7 @@
 
 use crate::error::LostData;
 use crate::stats::Status;
-use pagefold_os::own;
+use pagefold_os::private_dir;
 use pagefold_os::sock::{PATH_BYTES_MAX, in_time, is_served};
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -51,16 +51,16 @@ impl Command {
     }
 }
 
-/// The directory of this user's sockets: see [`own::runtime_dir`].
+/// The directory of this user's sockets: see [`private_dir::runtime_dir`].
 pub fn runtime_dir() -> PathBuf {
     // Without a current directory a relative name leads nowhere, and using it fails with an error.
-    own::runtime_dir().unwrap_or_else(|_| std::env::var_os("PAGEFOLD_RUNTIME_DIR").unwrap_or_default().into())
+    private_dir::runtime_dir().unwrap_or_else(|_| std::env::var_os("PAGEFOLD_RUNTIME_DIR").unwrap_or_default().into())
 }
 
 /// Makes the directory at `path`, for this user alone, if it is missing. Callers do this before they create files there.
 ///
 /// # Errors
-/// As [`own::make_own`], and `InvalidInput` if the path is too long for sockets.
+/// As [`private_dir::make_own`], and `InvalidInput` if the path is too long for sockets.
 pub fn make_own(path: &Path) -> io::Result<()> {
     let cure = |error: io::Error| {
         io::Error::new(error.kind(), format!("{error}; set PAGEFOLD_RUNTIME_DIR to another directory"))
@@ -69,7 +69,7 @@ pub fn make_own(path: &Path) -> io::Result<()> {
         let why = format!("{}: longer than {DIR_BYTES_MAX} bytes, too long for sockets", path.display());
         return Err(cure(io::Error::new(io::ErrorKind::InvalidInput, why)));
     }
-    own::make_own(path).map_err(cure)
+    private_dir::make_own(path).map_err(cure)
 }
 
 /// Longest directory path in which a mount's socket path still fits.

@@ -191,7 +191,7 @@ pub struct HostFile {
     /// Cleared for good when the file system refuses a direct read although it accepted `O_DIRECT`.
     direct_works: AtomicBool,
     writable: bool,
-    /// The identity of its file system: see [`pagefold_os::volume`].
+    /// The identity of its file system: see [`pagefold_os::filesystem`].
     volume: u64,
 }
 
@@ -225,7 +225,7 @@ impl HostFile {
         let path = format!("/proc/self/fd/{}", buffered.as_raw_fd());
         let direct = rustix::fs::open(path, flags, rustix::fs::Mode::empty()).ok().map(File::from);
         let direct_works = AtomicBool::new(direct.is_some());
-        let volume = pagefold_os::volume::identity(&buffered)?;
+        let volume = pagefold_os::filesystem::identity(&buffered)?;
         Ok(Self { buffered, direct, direct_works, writable, volume })
     }
 

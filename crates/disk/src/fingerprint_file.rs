@@ -205,7 +205,7 @@ impl FingerprintDir {
     /// The directory or the key cannot be made or read.
     pub fn open(path: &Path) -> std::io::Result<Self> {
         use std::os::unix::fs::OpenOptionsExt;
-        pagefold_os::own::make_last(path, 0o700).map_err(|error| {
+        pagefold_os::private_dir::make_last(path, 0o700).map_err(|error| {
             std::io::Error::new(error.kind(), format!("{error}; name a directory, or where one can be made"))
         })?;
         let key_path = path.join("key");

@@ -230,7 +230,7 @@ fn lock_directory(path: &Path) -> Result<File, MountError> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(path, flags, Mode::empty())
         .map_err(|error| MountError::Directory { path: path.to_owned(), source: error.into() })?;
-    if pagefold_os::volume::is_pseudo(&directory) {
+    if pagefold_os::filesystem::is_pseudo(&directory) {
         return Err(MountError::Pseudo(path.to_owned()));
     }
     match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {

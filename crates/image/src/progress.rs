@@ -1,6 +1,6 @@
 //! Progress on standard error when it is a terminal: what is done, how fast, and the time left.
 
-use pagefold_os::text::clean;
+use pagefold_os::sanitize::clean;
 use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};

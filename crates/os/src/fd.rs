@@ -43,7 +43,7 @@ impl Fd {
     /// Takes ownership of `fd`.
     ///
     /// # Safety
-    /// `fd` is open and nobody else closes it.
+    /// `fd` is open, and only the returned value closes it.
     pub const unsafe fn from_raw(fd: i32) -> Fd {
         Fd(fd)
     }
@@ -98,8 +98,8 @@ impl Fd {
         retry(|| unsafe { syscall!(libc::SYS_read, self.0, buffer.as_mut_ptr(), buffer.len()) })
     }
 
-    /// As [`read`](Self::read), but never waits, whatever the descriptor's flags: they are also those of whom it is shared
-    /// with.
+    /// As [`read`](Self::read), but never waits, whatever the descriptor's flags: another process that shares the descriptor
+    /// may have set them.
     ///
     /// # Errors
     /// As read(2), but never `EINTR`; `EAGAIN` where there is nothing now.

@@ -36,10 +36,10 @@ pub fn rmap_items(pid: i32) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix("ksm_rmap_items "))?.trim().parse().ok()
 }
 
-/// Tells that nobody uses KSM.
+/// Checks that KSM is unused.
 ///
 /// # Errors
-/// If KSM is not there, or somebody uses it: it runs, shares pages, or is left to set its own rate.
+/// If KSM is absent or in use: it runs, shares pages, or sets its own rate.
 pub fn unused() -> io::Result<()> {
     if !exists() {
         return Err(io::Error::new(io::ErrorKind::NotFound, "this kernel has no KSM"));
@@ -50,7 +50,7 @@ pub fn unused() -> io::Result<()> {
 /// Whether any process has pages that KSM merged: what it counts itself stays when the last one ends, until it runs again.
 fn merged_by_anybody() -> bool {
     let pids = procfs::pids();
-    // Without /proc nobody knows.
+    // Without /proc it cannot be known: assume the worst.
     pids.is_empty()
         || pids.into_iter().any(|pid| match fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages")) {
             Ok(pages) => tells_of_merged(&pages),
@@ -108,7 +108,7 @@ impl Settings {
         Ok(Settings { saved: TUNABLES.iter().filter_map(|name| Some((*name, read(name).ok()?))).collect() })
     }
 
-    /// Remembers all tunables, for who means to have KSM to itself.
+    /// Remembers all tunables, for a caller that needs KSM to itself.
     ///
     /// # Errors
     /// As [`unused`]; nothing was changed then.

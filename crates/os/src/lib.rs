@@ -28,25 +28,25 @@ pub mod uffd;
 pub mod wait;
 
 #[cfg(feature = "std")]
-pub mod awake;
+pub mod cpu_latency;
 #[cfg(feature = "std")]
-pub mod gone;
+pub mod file_watch;
+#[cfg(feature = "std")]
+pub mod filesystem;
 #[cfg(feature = "std")]
 pub mod ksm;
 #[cfg(feature = "std")]
 pub mod mountinfo;
 #[cfg(feature = "std")]
-pub mod own;
+pub mod private_dir;
 #[cfg(feature = "std")]
 pub mod probe;
 #[cfg(feature = "std")]
 pub mod procfs;
 #[cfg(feature = "std")]
+pub mod sanitize;
+#[cfg(feature = "std")]
 pub mod sync;
-#[cfg(feature = "std")]
-pub mod text;
-#[cfg(feature = "std")]
-pub mod volume;
 
 pub use raw::Errno;
 

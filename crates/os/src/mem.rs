@@ -158,7 +158,7 @@ impl Mapping {
         let mapped = unsafe { map(addr, len, prot, flags | libc::MAP_FIXED, fd, 0) };
         let (before, after) = (addr - start, start + room - addr - len);
         if before > 0 {
-            // SAFETY: the reserved rest, which nobody knows.
+            // SAFETY: the unused part of the reservation just made above; no address of it has been given out.
             let _ = unsafe { unmap(start, before) };
         }
         // SAFETY: the same.
@@ -194,7 +194,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nobody holds its address past its life.
+        // SAFETY: this value owns the mapping, and its address is not used after its life.
         let _ = unsafe { unmap(self.addr, self.len) };
     }
 }

@@ -5,15 +5,15 @@ use crate::raw::Result;
 use crate::syscall;
 use core::ffi::CStr;
 
-/// Nobody may shrink the file: readers cannot meet SIGBUS.
+/// The file cannot shrink: readers cannot meet SIGBUS.
 pub const SEAL_SHRINK: i32 = 0x2;
-/// Nobody may grow the file.
+/// The file cannot grow.
 pub const SEAL_GROW: i32 = 0x4;
-/// Nobody may write the file, by any means.
+/// The file cannot be written by any means.
 pub const SEAL_WRITE: i32 = 0x8;
-/// Nobody may open new ways to write; a writable mapping that exists stays.
+/// No new writable mapping or write is allowed; a writable mapping that exists stays.
 pub const SEAL_FUTURE_WRITE: i32 = 0x10;
-/// Nobody may add seals.
+/// No seal can be added.
 pub const SEAL_SEAL: i32 = 0x1;
 
 /// Creates a memory file of `len` bytes, named `name` in /proc, that can be sealed.
@@ -75,13 +75,13 @@ pub fn page_size(fd: i32) -> Result<u64> {
 
 fn stat(fd: i32) -> Result<libc::stat> {
     let mut stat = core::mem::MaybeUninit::<libc::stat>::zeroed();
-    // SAFETY: the kernel fills the structure, whose layout is the kernel's own on our architectures.
+    // SAFETY: the kernel fills the structure; on our architectures libc's layout of it is the kernel's.
     unsafe { syscall!(libc::SYS_fstat, fd, stat.as_mut_ptr()) }?;
     // SAFETY: filled above.
     Ok(unsafe { stat.assume_init() })
 }
 
-/// Opens the memory file again, for reading only: the descriptor for those who must not write.
+/// Opens the memory file again, for reading only: the descriptor for processes that must not write.
 ///
 /// # Errors
 /// As open(2) of `/proc/self/fd/N`.

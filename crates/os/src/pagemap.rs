@@ -56,12 +56,12 @@ struct Arg {
     return_mask: u64,
 }
 
-/// The request made here, for who asks whether it may be made.
+/// The request that this module makes, for callers that check whether a filter allows it.
 pub const REQUEST: u32 = SCAN;
 const SCAN: u32 = (3 << 30) | ((size_of::<Arg>() as u32) << 16) | ((b'f' as u32) << 8) | 16;
 
-/// True if it is a page map at all: who passed it may have passed anything, also a file of a system that he serves himself
-/// and that answers when he likes.
+/// Returns true if the descriptor is a page map. A client may pass anything, also a file of a file system that the client
+/// serves itself and answers when it likes.
 pub fn is_one(fd: &Fd) -> bool {
     let mut system = core::mem::MaybeUninit::<libc::statfs>::zeroed();
     // SAFETY: the kernel writes the structure.
@@ -107,8 +107,8 @@ pub fn protect(fd: &Fd, range: Range, query: Query) -> Result<()> {
     Ok(())
 }
 
-/// Scans `range` of the process whose pagemap `fd` is; fills `out` and returns how many
-/// regions it got and the address up to which the range has been walked.
+/// Scans `range` of the process that the pagemap `fd` belongs to; fills `out` and returns how many
+/// ranges it got and the address up to which the range has been walked.
 ///
 /// # Errors
 /// `EPERM` if protection is asked for on a range that is not watched, `ESRCH` if the process is gone, `EINVAL` if

@@ -1,6 +1,6 @@
 //! What this kernel and this user may do, found by trying.
 
-use crate::awake;
+use crate::cpu_latency;
 use crate::fd::Fd;
 use crate::uffd::{self, Uffd};
 use std::fs;
@@ -37,7 +37,7 @@ pub fn all() -> Vec<Finding> {
     if !Path::new("/proc/self/pagemap").exists() {
         all.insert(0, no_proc());
     }
-    // Who gets none at all is told of the device there.
+    // A user who may make no userfaultfd at all is told of the device by the finding above.
     if all.iter().all(|finding| finding.works) {
         all.push(device());
     }
@@ -144,7 +144,7 @@ fn thp() -> Finding {
 }
 
 fn short_wakes() -> Finding {
-    let opened = Fd::open(awake::PATH, libc::O_WRONLY | libc::O_CLOEXEC, 0);
+    let opened = Fd::open(cpu_latency::PATH, libc::O_WRONLY | libc::O_CLOEXEC, 0);
     Finding {
         name: "processors kept awake while cold pages come back",
         works: opened.is_ok(),

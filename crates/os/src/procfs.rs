@@ -64,7 +64,7 @@ pub struct Memory {
     pub pss: u64,
     /// Of that: shared memory, as of memory files.
     pub pss_shared_memory: u64,
-    /// Resident and nobody else's.
+    /// Resident and not shared.
     pub private: u64,
     /// Anonymous.
     pub anonymous: u64,
@@ -93,7 +93,7 @@ pub fn rss(pid: i32) -> u64 {
     pages * crate::PAGE_SIZE as u64
 }
 
-/// A file of `pid` that tells its name: the kernel cuts that wherever a letter is, and who has it may choose any bytes.
+/// Reads a file of `pid` that holds its name. The kernel may cut the name within a letter, and the process may choose any bytes.
 fn lossy(pid: i32, file: &str) -> Option<String> {
     fs::read(format!("/proc/{pid}/{file}")).ok().map(|text| String::from_utf8_lossy(&text).into_owned())
 }
@@ -173,7 +173,7 @@ pub fn pids() -> Vec<i32> {
 /// Mappings that the kernel allows a process (`vm.max_map_count`).
 pub fn mappings_max() -> u64 {
     let text = fs::read_to_string("/proc/sys/vm/max_map_count").ok();
-    // The kernel's own default where nobody tells.
+    // The kernel's default where the setting cannot be read.
     text.and_then(|text| text.trim().parse().ok()).unwrap_or(65_530)
 }
 
@@ -223,7 +223,7 @@ mod tests {
         let touch = || {
             let fresh = crate::mem::Mapping::anonymous(64 * crate::PAGE_SIZE).expect("memory");
             for page in 0..64 {
-                // SAFETY: inside a mapping of our own that nobody else knows.
+                // SAFETY: inside a mapping of this test.
                 unsafe { (fresh.addr() as *mut u8).add(page * crate::PAGE_SIZE).write_volatile(1) };
             }
         };

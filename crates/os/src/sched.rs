@@ -3,7 +3,7 @@
 use crate::raw::Result;
 use crate::syscall;
 
-/// Runs the calling thread only when nobody else wants the processor.
+/// Runs the calling thread only when no other thread wants the processor.
 ///
 /// # Errors
 /// As sched_setscheduler(2).
@@ -134,8 +134,8 @@ pub fn cpu() -> Option<u64> {
     Some(u64::from(cpu))
 }
 
-/// Has the calling thread run elsewhere than on `cpu`: for who works beside the one that runs there, and whom the kernel
-/// might have wait for it.
+/// Keeps the calling thread off `cpu`. For a thread that works beside another one on `cpu`: the kernel might make it wait for
+/// that one.
 pub fn keep_off(cpu: Option<u64>) {
     if let (Some(cpu), Ok(cpus)) = (cpu, Cpus::of_thread()) {
         cpus.bind_off(cpu, 0);
@@ -147,7 +147,7 @@ pub fn monotonic_ns() -> u64 {
     clock_ns(libc::CLOCK_MONOTONIC)
 }
 
-/// [`monotonic_ns`] without entering the kernel, for who looks often and has the C library to ask.
+/// [`monotonic_ns`] without entering the kernel, for callers that ask often and may use the C library.
 #[cfg(feature = "std")]
 pub fn quick_monotonic_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

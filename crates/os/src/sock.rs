@@ -57,7 +57,7 @@ pub fn connect(path: &[u8]) -> Result<Fd> {
     connect_within(path, 0)
 }
 
-/// As [`connect`], with [`set_timeout`] before: who listens there but takes no connections is not waited for any longer.
+/// As [`connect`], after [`set_timeout`]: a listener that accepts no connections holds the caller up no longer than that.
 ///
 /// # Errors
 /// As connect(2); `EAGAIN` if the time is over.
@@ -72,7 +72,7 @@ pub fn connect_within(path: &[u8], timeout_ms: u64) -> Result<Fd> {
     Ok(socket)
 }
 
-/// Listens at `path`; nobody but the owner may ever connect, whatever the mask for new files is.
+/// Listens at `path`. Only the owner may connect, whatever the mask for new files is.
 ///
 /// # Errors
 /// As bind(2) and listen(2).
@@ -88,8 +88,8 @@ pub fn listen(path: &[u8]) -> Result<Fd> {
     Ok(socket)
 }
 
-/// True unless whoever listened at the socket `path` is gone, or there is no such socket: of whatever kind it is, and whether
-/// we may connect or not. Nobody is waited for.
+/// Returns false if the listener at the socket `path` is gone or there is no such socket. It does not matter of which kind the
+/// socket is, or whether this process may connect. Never waits.
 ///
 /// # Errors
 /// As socket(2); `ENAMETOOLONG` if the path does not fit.
@@ -159,8 +159,8 @@ pub fn set_timeout(socket: &Fd, timeout_ms: u64) -> Result<()> {
     Ok(())
 }
 
-/// What an error means on a socket whose calls may take `limit`, by [`set_timeout`] or as the standard library sets it: once
-/// that is over the kernel says "try again", which tells nobody anything, and this says [`TimedOut`](std::io::ErrorKind).
+/// Translates an error of a socket with a time limit, set by [`set_timeout`] or by the standard library. After the limit the
+/// kernel says "try again", which explains nothing; this says [`TimedOut`](std::io::ErrorKind).
 #[cfg(feature = "std")]
 pub fn in_time(error: std::io::Error, limit: core::time::Duration) -> std::io::Error {
     use std::io::{Error, ErrorKind};
@@ -295,7 +295,7 @@ pub fn receive(socket: &Fd, buffer: &mut [u8], flags: i32) -> Result<(usize, Fds
 mod tests {
     use super::*;
 
-    /// Who asks need not speak as the one that listens does, and what is no socket is nobody's.
+    /// The caller need not use the listener's kind of socket. A path that is not a socket has no listener.
     #[test]
     fn a_listener_is_there_for_every_kind_of_socket_until_it_is_gone() {
         use std::os::unix::ffi::OsStrExt;

@@ -21,7 +21,7 @@ pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 pub const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
 /// A fault is answered by SIGBUS in the faulting thread.
 pub const FEATURE_SIGBUS: u64 = 1 << 7;
-/// Faults say whose they are.
+/// Faults carry the number of the faulting thread.
 pub const FEATURE_THREAD_ID: u64 = 1 << 8;
 /// Page-cache pages that are not yet mapped can be served.
 pub const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
@@ -76,7 +76,7 @@ const CONTINUE: u32 = ioc(BOTH, UFFD, 0x07, size_of::<Zeropage>());
 const POISON: u32 = ioc(BOTH, UFFD, 0x08, size_of::<Zeropage>());
 const WRITEPROTECT: u32 = ioc(BOTH, UFFD, 0x06, size_of::<WriteProtect>());
 
-/// Every request made here, for who asks whether it may be made.
+/// Every request that this module makes, for callers that check whether a filter allows it.
 pub const REQUESTS: [u32; 11] =
     [DEV_NEW, API, REGISTER, UNREGISTER, WAKE, COPY, ZEROPAGE, MOVE, CONTINUE, POISON, WRITEPROTECT];
 
@@ -131,7 +131,7 @@ impl From<Range> for UffdRange {
     }
 }
 
-/// Do not wake those who wait for the range; the caller wakes them later.
+/// Do not wake the threads that wait for the range; the caller wakes them later.
 pub const DONTWAKE: u64 = 1;
 /// `MOVE`: holes in the source are skipped instead of failing.
 pub const MOVE_ALLOW_SRC_HOLES: u64 = 1 << 1;
@@ -204,7 +204,7 @@ impl Uffd {
         Ok(uffd)
     }
 
-    /// Makes a descriptor that is good for nothing until somebody, here or in another process, [enables](Self::enable) it.
+    /// Makes a descriptor that is of no use until this or another process [enables](Self::enable) it.
     ///
     /// # Errors
     /// `EPERM` without device and privilege.
@@ -235,7 +235,7 @@ impl Uffd {
         Uffd(fd)
     }
 
-    /// True if it is a userfaultfd at all: who passed it may have passed anything.
+    /// Returns true if the descriptor is a userfaultfd. A client may pass anything.
     #[cfg(feature = "std")]
     pub fn is_one(&self) -> bool {
         let link = std::fs::read_link(format!("/proc/self/fd/{}", self.0.raw()));
@@ -259,7 +259,7 @@ impl Uffd {
         ioctl(&self.0, REGISTER, &mut Register { range: range.into(), mode, ioctls: 0 })
     }
 
-    /// Stops watching `range`, wakes who waits there, and drops its write protection.
+    /// Stops watching `range`, wakes the threads that wait there, and drops its write protection.
     ///
     /// # Errors
     /// `EINVAL` if nothing is mapped there or a mapping there cannot be watched at all.
@@ -267,7 +267,7 @@ impl Uffd {
         ioctl(&self.0, UNREGISTER, &mut UffdRange::from(range))
     }
 
-    /// Wakes everybody who waits in `range`.
+    /// Wakes every thread that waits in `range`.
     ///
     /// # Errors
     /// `EINVAL` for a range that is no range.
@@ -320,7 +320,7 @@ impl Uffd {
         }
     }
 
-    /// Makes the absent pages of `range` unusable: whoever touches them gets SIGBUS. Returns the bytes done and the error
+    /// Makes the absent pages of `range` unusable: a thread that touches one gets SIGBUS. Returns the bytes done and the error
     /// that ended it, `EEXIST` at a page that is there.
     pub fn poison(&self, range: Range, mode: u64) -> (u64, Option<Errno>) {
         let mut arg = Zeropage { range: range.into(), mode, zeroed: 0 };
@@ -330,7 +330,7 @@ impl Uffd {
         }
     }
 
-    /// False when the process whose memory this is has ended.
+    /// Returns false when the process that the memory belongs to has ended.
     pub fn is_alive(&self) -> bool {
         self.refusal() != Some(Errno(libc::ESRCH))
     }
@@ -362,7 +362,7 @@ impl Uffd {
         Ok((self.read_by(&mut event, Fd::read)? == 1).then_some(event[0]))
     }
 
-    /// As [`read_event`](Self::read_event), and never waits, for whoever made the descriptor may have it wait.
+    /// As [`read_event`](Self::read_event), but never waits, even if the client that made the descriptor set it to wait.
     ///
     /// # Errors
     /// As read(2).
@@ -371,8 +371,8 @@ impl Uffd {
         Ok((self.read_events(&mut event)? == 1).then_some(event[0]))
     }
 
-    /// Reads as many events as there are and fit, and returns how many; at most [`EVENTS_MAX`]. Never waits, for whoever made
-    /// the descriptor may have it wait.
+    /// Reads as many events as there are and fit, and returns how many; at most [`EVENTS_MAX`]. Never waits, even if the
+    /// client that made the descriptor set it to wait.
     ///
     /// # Errors
     /// As read(2).

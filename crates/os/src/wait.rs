@@ -22,7 +22,7 @@ impl Bell {
         }
     }
 
-    /// Wakes who polls; safe in a signal handler.
+    /// Wakes the polling thread; safe in a signal handler.
     pub fn ring(&self) {
         // It fails only when it rings already.
         let _ = self.0.write(&1u64.to_ne_bytes());
@@ -73,7 +73,8 @@ pub fn any<'a>(words: impl IntoIterator<Item = (&'a AtomicU32, u32)>, timeout_ms
         unsafe { syscall!(FUTEX_WAITV, waiters.as_ptr(), count, 0, core::ptr::from_ref(&end), libc::CLOCK_MONOTONIC) };
 }
 
-/// Wakes everybody who waits for `word`, in whichever process; who looks at it before waiting must find it changed.
+/// Wakes every thread that waits for `word`, in any process. The caller changes the word first: a thread that is about to
+/// wait must find it changed.
 pub fn wake(word: &AtomicU32) {
     // SAFETY: an address that the kernel only compares.
     let _ = unsafe { syscall!(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };

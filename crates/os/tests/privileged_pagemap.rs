@@ -16,7 +16,7 @@ fn written(pagemap: &Fd, range: Range) -> Vec<usize> {
     pages.map(|addr| ((addr - range.start) / PAGE_SIZE as u64) as usize).collect()
 }
 
-/// A private copy in a file's mapping must stay "written", or nobody would ever find it.
+/// A private copy in a file's mapping must stay "written", or no later scan would find it.
 #[test]
 fn only_pages_that_match_are_protected() {
     let device = Fd::open(c"/dev/userfaultfd", libc::O_RDWR | libc::O_CLOEXEC, 0).ok();

@@ -33,14 +33,14 @@ pub struct Backing {
 }
 
 impl Backing {
-    /// Maps the whole of `file`, `len` bytes, which nobody has written.
+    /// Maps the whole of `file`, `len` bytes, which must not have been written yet.
     ///
     /// # Errors
     /// As mmap(2).
     pub fn new(file: Fd, len: usize) -> io::Result<Backing> {
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let mapping = Mapping::file_aligned(file.raw(), len, prot, libc::MAP_SHARED, BLOCK_LEN)?;
-        // Nobody ever waits for a page here: what must not be touched is an error at once.
+        // No thread ever waits for a page here: touching a missing page is an immediate error.
         let features = uffd::FEATURE_MISSING_SHMEM | uffd::FEATURE_SIGBUS;
         // A service's filter may forbid the call, and allow the device.
         let by_device = |_| uffd::open_device().and_then(|device| Uffd::new(Some(&device), features));
@@ -131,15 +131,15 @@ impl Backing {
             return false;
         }
         let range = Range { start: block, end: block + BLOCK_LEN as u64 };
-        // The kernel fills no hole that somebody may be waiting for, and takes the page behind for part of the hole.
+        // The kernel fills no hole in a range that is watched for missing pages, and counts the page after the hole as part of it.
         let mapped = self.mapping.addr() + self.mapping.len() as u64;
         let open = Range { end: mapped.min(range.end + PAGE_SIZE as u64), ..range };
         if self.missing.as_ref().is_some_and(|missing| missing.unregister(open).is_err()) {
             self.missing = None;
         }
         let began = Instant::now();
-        // SAFETY: the block lies in the mapping, holds no slot that is published, and is written by nobody else. The kernel
-        // makes a huge page only where it finds a page.
+        // SAFETY: the block lies in the mapping, holds no published slot, and only this call writes to it: `&mut self`.
+        // The kernel makes a huge page only where it finds a page.
         unsafe { (block as *mut u8).write_volatile(0) };
         // SAFETY: the bytes stay what they are.
         let made = unsafe { mem::advise(block, BLOCK_LEN as u64, mem::MADV_COLLAPSE) }.is_ok();
@@ -191,7 +191,7 @@ mod tests {
         memfd::create(c"pagefold-test", u64::from(BLOCKS) * BLOCK_LEN as u64).unwrap()
     }
 
-    /// Whether the kernel makes huge pages of a file's that nobody watches.
+    /// Returns whether the kernel makes huge pages of a file's pages that no userfaultfd watches.
     fn has_huge_pages() -> bool {
         let (file, len) = (file(), BLOCKS as usize * BLOCK_LEN);
         let prot = libc::PROT_READ | libc::PROT_WRITE;
@@ -232,7 +232,7 @@ mod tests {
         let file = backing.into_file();
         let shown = Mapping::file(file.raw(), 0, pages.len() * PAGE_SIZE, libc::PROT_READ, libc::MAP_SHARED).unwrap();
         for (slot, page) in pages.iter().enumerate() {
-            // SAFETY: a slot of the file, which nobody writes any more.
+            // SAFETY: a published slot of the file; published slots are not written again.
             let slot_bytes = unsafe { &*shown.as_ptr().add(slot * PAGE_SIZE).cast::<Page>() };
             assert!(slot_bytes == page, "slot {slot}");
         }

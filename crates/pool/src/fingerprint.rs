@@ -7,7 +7,7 @@ use std::io::{self, Read};
 /// 64 bits of a page's keyed hash.
 pub type Fingerprint = u64;
 
-/// The key of a domain: random, so that nobody outside can aim at its index.
+/// The key of a domain: random, so that no outsider can aim at its index.
 #[derive(Clone)]
 pub struct Key {
     secret: [u8; 192],

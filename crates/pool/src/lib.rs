@@ -9,9 +9,9 @@
 //! a page pinned for I/O at that moment; it adds nothing but proof.
 //!
 //! **Why a slot is never reused.** A sealed page cannot be taken back while
-//! some process may still see it, and who sees it is not only in our ledger: a
+//! some process may still see it, and our ledger does not know all of them: a
 //! forked child that never spoke to us may map it too. So space comes back per
-//! segment, by letting go of the file: the kernel frees it when the last
+//! segment, by closing the file: the kernel frees it when the last
 //! mapping of the last process is gone, orphans included. The price is that a
 //! segment with one live slot stays whole. So where most slots of a segment are
 //! dead it is [retired](Pool::retire): its pages get no more sharers, those that
@@ -20,12 +20,12 @@
 //! What a process shows after that is memory all the same. The kernel tells when a file is gone ([`Watch`]): until then a
 //! segment *lingers*, is told of in [`Stats`], and takes its part of the pool's largest size.
 //!
-//! **Why a segment's number is.** Numbers end after 2 TiB, and the one that was
-//! let go first is given again then. Nothing that is counted names the old
-//! segment, for it went when nobody shared it. Who still holds its file knows it
-//! by the inode. A slot that somebody remembers without counting it, in an
-//! index or in a plan, is one to compare with, as ever: pages are shared when
-//! they equal the bytes of the segment that has the number now.
+//! **Why a segment number is reused.** Numbers end after 2 TiB; after that the
+//! number that was freed longest ago is used again. No counted share still names
+//! the old segment, because a segment is released only without shares. A process
+//! that still holds its file identifies it by inode. An uncounted slot number in
+//! an index or a plan is only a hint: pages are compared with the bytes of the
+//! segment that has the number now before anything is mapped.
 
 #![warn(missing_docs)]
 
@@ -40,7 +40,7 @@ pub use segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT};
 use backing::Huge;
 use pagefold_os::Page;
 use pagefold_os::fd::Fd;
-use pagefold_os::gone::Watch;
+use pagefold_os::file_watch::Watch;
 use primitive::{AtomicU64, Mutex, Ordering, RwLock, lock, read, write};
 use segment::{Segment, Standing};
 use std::collections::{HashMap, VecDeque};
@@ -52,8 +52,8 @@ const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
 /// Segments that are filled at once at most. Two workers that fill one would cut each other's runs in pieces.
 const LANES: usize = if cfg!(loom) { 1 } else { 4 };
 
-/// Of the descriptors that the process may have pools leave one in so many to others: who connects needs some, also to hear
-/// that there are none.
+/// Pools leave one in so many of the process's descriptors to others: a connecting client needs some, even to hear that there
+/// are none.
 const DESCRIPTORS_LEFT: u64 = 4;
 /// More than so many they need not leave.
 const DESCRIPTORS_LEFT_MAX: u64 = 8192;
@@ -119,7 +119,7 @@ pub enum PublishError {
 pub struct Room(Option<Arc<dyn Fn(u64) -> bool + Send + Sync>>);
 
 impl Room {
-    /// Asks `has`, whenever a segment is to be made, or whoever keeps records of pages asks.
+    /// Calls `has` before a segment is made, and when a keeper of page records asks.
     pub fn new(has: impl Fn(u64) -> bool + Send + Sync + 'static) -> Room {
         Room(Some(Arc::new(has)))
     }
@@ -147,7 +147,7 @@ pub struct Published {
     pub hold: Hold,
 }
 
-/// Keeps a segment that nobody shares yet: somebody will, when it is given up.
+/// Keeps a segment that has no sharer yet: its holder will count one before it drops the hold.
 #[derive(Debug)]
 pub struct Hold(Arc<Segment>);
 
@@ -176,7 +176,7 @@ pub struct Stats {
     pub segments: u64,
     /// Slots that were ever published in them.
     pub slots_published: u64,
-    /// Slots that somebody shares now.
+    /// Slots with at least one sharer now.
     pub pages_shared: u64,
     /// Mappings of slots.
     pub pages_sharing: u64,
@@ -186,7 +186,7 @@ pub struct Stats {
     pub metadata_bytes: u64,
     /// Segments that were let go.
     pub segments_released: u64,
-    /// Bytes of pages in those of them that somebody has open or maps still.
+    /// Bytes of pages in released segments that a process still maps or has open.
     pub lingering_bytes: u64,
 }
 
@@ -364,8 +364,8 @@ impl Pool {
         {
             return Err(PublishError::NoRoom);
         }
-        // As late as can be, and the one that rested longest: an agent may still hold an old segment under its number, and
-        // somebody may be about to compare with one of its slots.
+        // As late as possible, and the number that rested longest: an agent may still hold an old segment under its number, and
+        // may be about to compare with one of its slots.
         let mut free = lock(&self.free);
         let reused = if segments.all.len() as u32 >= self.numbers { Some(*free.front().ok_or(full)?) } else { None };
         let number = reused.unwrap_or(segments.all.len() as u32);
@@ -388,7 +388,7 @@ impl Pool {
             Ok(open) => open.as_ref().map_or(0, |segment| SEGMENT_LEN as u64 - segment.bytes()),
             Err(_) => SEGMENT_LEN as u64,
         };
-        // One is the caller's, who has none open.
+        // One is the caller's, which has none open.
         self.open.iter().map(rest).sum::<u64>() - SEGMENT_LEN as u64
     }
 
@@ -430,7 +430,7 @@ impl Pool {
         self.segment(segment).map(|segment| segment.inode())
     }
 
-    /// The segment whose file has this inode, if the pool holds it.
+    /// Finds the segment by the inode of its file, if the pool holds it.
     pub fn segment_of_inode(&self, inode: u64) -> Option<u32> {
         read(&self.segments).by_inode.get(&inode).copied()
     }
@@ -488,7 +488,7 @@ impl Pool {
         closed.filter(|segment| segment.is_unshared()).map(|segment| segment.number()).collect()
     }
 
-    /// The closed segment with the most dead slots (published, shared by nobody), of those in which they outnumber the
+    /// The closed segment with the most dead slots (published, without sharers), of those in which they outnumber the
     /// mappings of the others: moving these takes less memory for the moment than the segment gives back. `None` as well
     /// while dead slots are fewer than `dead_min` or a quarter of all.
     pub fn wasteful(&self, dead_min: u64) -> Option<u32> {
@@ -507,15 +507,15 @@ impl Pool {
         pays.max_by_key(|segment| dead(segment)).map(|segment| segment.number())
     }
 
-    /// Gives no more sharers to the slots of `segment`: who finds their content gets another slot.
+    /// Gives no more sharers to the slots of `segment`: a worker that finds their content publishes another slot.
     pub fn retire(&self, segment: u32) {
         if let Some(segment) = self.segment(segment) {
             segment.set_standing(Standing::Retired);
         }
     }
 
-    /// Takes back that `segment` was retired, for good: somebody shares it who cannot be moved. Calls `shared` with each
-    /// slot that is shared, so that indexes know it again.
+    /// Undoes the retirement of `segment`, for good: one of its sharers cannot be moved. Calls `shared` with each
+    /// shared slot, so that indexes know it again.
     pub fn keep(&self, segment: u32, mut shared: impl FnMut(Slot, &Page)) {
         let Some(held) = self.segment(segment) else { return };
         held.set_standing(Standing::Kept);
@@ -526,8 +526,8 @@ impl Pool {
         }
     }
 
-    /// Lets go of `segment` if nobody shares or holds a slot of it, calling `forget` with each published page first, so that
-    /// indexes drop them. Returns whether it went.
+    /// Releases `segment` if no slot of it is shared or held; first calls `forget` with each published page, so that
+    /// indexes drop them. Returns whether it was released.
     pub fn release(&self, segment: u32, mut forget: impl FnMut(Slot, &Page)) -> bool {
         let Some(held) = self.segment(segment).filter(|held| held.is_closed() && held.is_unshared()) else {
             return false;
@@ -538,7 +538,7 @@ impl Pool {
             }
         }
         let mut segments = write(&self.segments);
-        // Somebody may have begun to share a slot meanwhile; then it stays, found again by its next duplicate.
+        // A worker may have begun to share a slot meanwhile; then the segment stays, and its next duplicate finds it again.
         if !held.is_unshared() {
             return false;
         }

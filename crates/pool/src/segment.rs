@@ -28,9 +28,9 @@ pub fn mapped() -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Standing {
-    /// Whoever has a page's content may share it.
+    /// Any client with a page of this content may share it.
     Offered = 0,
-    /// Those who share a slot keep it; nobody else gets one.
+    /// Sharers of a slot keep it; no slot gets a new sharer.
     Retired = 1,
     /// As `Offered`, for good: it could not be emptied.
     Kept = 2,
@@ -95,7 +95,7 @@ impl Segment {
         let count = pages.len().min((SLOTS_PER_SEGMENT - first) as usize);
         backing.put(first, &pages[..count], huge);
         self.backed.store(backing.backed(), Ordering::Relaxed);
-        // Release pairs with the acquire in `published`: who sees the count sees the bytes.
+        // Release pairs with the acquire in `published`: a thread that sees the count sees the bytes.
         self.published.store(first + count as u32, Ordering::Release);
         (first, count)
     }
@@ -148,7 +148,8 @@ impl Segment {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// What its slots are for. Who asks just before it changes may still share one: that is counted, and so seen later.
+    /// Tells what its slots are for. A worker that asks just before this changes may still share a slot: that share is counted,
+    /// and so seen later.
     pub fn is(&self, standing: Standing) -> bool {
         self.standing.load(Ordering::Acquire) == standing as u8
     }
@@ -162,9 +163,9 @@ impl Segment {
         self.sharers.iter().map(|sharers| u64::from(sharers.load(Ordering::Relaxed))).sum()
     }
 
-    /// True if nothing keeps it: no slot is shared, and nobody is about to share one.
+    /// Returns true if nothing keeps it: no slot is shared, and no worker is about to share one.
     pub fn is_unshared(&self) -> bool {
-        // In this order: whoever gives up a hold has counted what is shared by then.
+        // In this order: a worker counts its shares before it drops its hold.
         self.holds.load(Ordering::Acquire) == 0 && self.live() == 0
     }
 

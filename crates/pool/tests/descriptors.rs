@@ -6,7 +6,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, fd};
 use pagefold_pool::{Pool, PublishError, SLOTS_PER_SEGMENT};
 
-/// Who connects to a daemon whose pools have taken all that they may still gets in.
+/// A client still connects to a daemon after its pools have taken every descriptor they may.
 #[test]
 fn pools_leave_descriptors_to_others() {
     let limit = libc::rlimit { rlim_cur: 80, rlim_max: 80 };

@@ -21,9 +21,9 @@ fn pool() -> (Arc<Pool>, Slot) {
     (Arc::new(pool), slot)
 }
 
-/// What was just published is there to be shared, whoever lets go of segments meanwhile.
+/// A page that was just published can be shared, even if another worker releases segments meanwhile.
 #[test]
-fn a_held_segment_is_never_let_go() {
+fn a_held_segment_is_never_released() {
     loom::model(|| {
         let pool = Arc::new(Pool::new("loom", SEGMENT_LEN as u64));
         let releaser = {
@@ -39,9 +39,9 @@ fn a_held_segment_is_never_let_go() {
     });
 }
 
-/// Who got a share has the segment until he gives it back; who got none finds that nothing was counted.
+/// A worker with a share keeps the segment until it returns the share; a worker without one has counted nothing.
 #[test]
-fn a_shared_segment_is_never_let_go() {
+fn a_shared_segment_is_never_released() {
     loom::model(|| {
         let (pool, slot) = pool();
         let sharer = {

@@ -99,9 +99,9 @@ fn a_full_pool_says_so_and_gives_space_back_with_its_segments() {
     assert_eq!(pool.stats().segments_released, 1);
 }
 
-/// A slot whose place a reader has looked at before it was written, which makes it a page of zeros.
+/// A reader touches a slot's place before the slot is published, which maps a page of zeros there.
 #[test]
-fn who_looks_ahead_sees_what_is_published_later() {
+fn a_slot_that_was_read_too_early_shows_its_page_later() {
     let pool = Pool::new("test", 64 << 20);
     let first = pool.publish(&[&page(1)]).unwrap().first;
     let fd = pool.segment_fd(first.segment()).unwrap();
@@ -251,9 +251,9 @@ fn an_orphan_keeps_its_pages() {
     assert_eq!(bytes(&pool), (0, 0));
 }
 
-/// What somebody maps still is memory: it counts towards the largest size, until it is unmapped.
+/// A released segment that is still mapped takes memory: it counts towards the largest size until it is unmapped.
 #[test]
-fn what_was_let_go_and_is_mapped_counts_towards_the_limit() {
+fn a_released_segment_counts_towards_the_limit_while_mapped() {
     let pool = Pool::new("test", 2 * SEGMENT_LEN as u64);
     let fill = || {
         let slot = pool.publish(&[&page(42)]).map(|published| published.first);

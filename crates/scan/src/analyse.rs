@@ -5,7 +5,7 @@
 //!    records in another's table.
 //! 2. Leaders with twins are numbered in the order of their addresses. That is
 //!    the order in which a merge gives out slots, so a run is a stretch of
-//!    neighbouring pages whose numbers count up by one.
+//!    neighbouring pages with numbers that count up by one.
 //! 3. Each source's longest runs are taken, up to its budget of mappings; what
 //!    the taken pages save is summed up per content.
 
@@ -290,7 +290,7 @@ impl Twins {
         report.runs.histogram = buckets.histogram();
     }
 
-    /// Takes the longest of the runs whose `lengths` are given, as long as they are worth it. Returns how many were taken, and how many
+    /// Takes the longest of the runs with these `lengths`, as long as they are worth it. Returns how many were taken, and how many
     /// pages were not.
     fn take_longest(&mut self, found: &Found, lengths: &mut [u32], shortest: impl Fn(u64) -> u64) -> (u64, u64) {
         // Runs longer than the limit are taken, and of those as long as it the first `at_limit`.

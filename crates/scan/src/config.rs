@@ -14,10 +14,10 @@ pub struct Config {
     /// The shortest run, in pages, that is worth its mappings when so many of so many (used, budget) are taken: never fewer the more
     /// are. By default all are until the budget is used up.
     pub shortest_run: fn(u64, u64) -> u64,
-    /// How long one read may take before its source is given up. A process can hold whoever reads a page
+    /// How long one read may take before its source is given up. A process can hang the reader of a page
     /// that is under its own userfaultfd.
     pub patience: Duration,
-    /// Key of the page hash: with a secret key nobody can prepare pages that only look equal.
+    /// Key of the page hash: with a secret key no process can prepare pages that only look equal.
     pub seed: u64,
 }
 
@@ -39,7 +39,7 @@ impl Default for Config {
     }
 }
 
-/// A number that nobody outside knows: the standard library keys its hash maps from the system's randomness.
+/// A secret number: the standard library keys its hash maps from the system's randomness.
 fn random() -> u64 {
     use std::hash::{BuildHasher, Hasher};
     std::collections::hash_map::RandomState::new().build_hasher().finish()

@@ -1,5 +1,5 @@
 //! Reading: workers take units from one queue; the thread that started them
-//! collects the records, reports progress, and gives up a source whose reader
+//! collects the records, reports progress, and gives up a source if its reader
 //! makes no progress. Such a worker is left behind and another takes its place:
 //! losing a reader is cheap, being held by a hostile process is not.
 
@@ -319,7 +319,7 @@ fn work(
     let mut buffer = Vec::new();
     loop {
         let task = {
-            // Both locks: the watchdog must not see a task that nobody is at.
+            // Both locks: the watchdog must not see a task without a worker.
             let mut queue = lock(&queue);
             let task = queue.pop_front();
             beat.fetch_add(1, Ordering::Relaxed);

@@ -3,7 +3,7 @@
 //! Pages of running processes (or of memory dumps) are read once, hashed and
 //! forgotten; what stays of a page is one 64-bit `record`. Then the records
 //! are searched for twins (`analyse`), and the twins' addresses for runs, the
-//! neighbouring pages whose twins are neighbours too: runs decide how fast a
+//! neighbouring pages that have neighbouring twins: runs decide how fast a
 //! merge is and how many mappings it costs.
 //!
 //! The scan can be trusted to leave processes as they are: it reads

@@ -26,7 +26,7 @@ const UNITS_PER_FULL: u64 = 4;
 const EXCLUSIVE: u64 = 1 << 56;
 /// /proc/PID/pagemap, "page present".
 const PRESENT: u64 = 1 << 63;
-/// Pages whose pagemap entries are read at once.
+/// How many pagemap entries one read takes.
 const ENTRIES: usize = 512;
 
 /// A running process.
@@ -132,7 +132,7 @@ impl Source for Process {
         })
         .map_err(|lost| if lost == Lost::Absent { Lost::Vanished } else { lost })?;
         if areas == 0 {
-            // Who is about to end lets go of its memory first, and shows an empty one as a running process, then as a zombie.
+            // An ending process drops its memory first: it shows none while it still runs, and then as a zombie.
             let flags = stat_field(self.pid, FLAGS);
             let of_kernel = flags.is_some_and(|flags| flags & PF_KTHREAD != 0);
             return Err(if of_kernel {

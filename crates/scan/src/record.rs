@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Kind {
-    /// Nobody else's, and ours to merge.
+    /// Not shared with another process, and mergeable by pagefold.
     Own = 0,
     /// The process's own, but only the kernel's KSM could merge it.
     KernelOnly = 1,

@@ -1,4 +1,4 @@
-//! What a scan reports: plain counters, rendered by whoever asked.
+//! What a scan reports: plain counters, rendered by the caller.
 
 use crate::smaps::Reason;
 use serde::Serialize;
@@ -37,7 +37,7 @@ pub struct Totals {
     pub zero: u64,
     /// The kernel's zero page: cost nothing already.
     pub zero_mapped: u64,
-    /// Like nobody else's.
+    /// Equal to no other page.
     pub unique: u64,
     /// Copies of a page of the same source, the first not counted.
     pub duplicate_inside: u64,
@@ -70,7 +70,7 @@ pub struct Histogram {
     pub pages: u64,
 }
 
-/// Runs of pages whose twins are neighbours too; each would be one mapping.
+/// Runs of neighbouring pages that have neighbouring twins; each would be one mapping.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Runs {
     /// Pages that have a twin, the first copies counted.

@@ -36,7 +36,7 @@ pub enum Reason {
     Sealed,
     /// Merged by pagefold and written since; they merge again when they are silent.
     Broken,
-    /// Another userfaultfd owns the range, and could hold whoever reads it.
+    /// Another userfaultfd owns the range, and could hang a reader.
     Userfaultfd,
     /// Memory of devices and of the kernel.
     Special,

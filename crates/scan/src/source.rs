@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Who a source is.
+/// Identifies a source.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
     /// Process id, if it is a process.
@@ -55,7 +55,7 @@ pub struct Plan {
 
 /// Something with pages.
 pub trait Source: Send + Sync + 'static {
-    /// Tells who it is.
+    /// Identifies the source.
     fn identity(&self) -> Identity;
 
     /// Finds out what there is to read.
@@ -107,7 +107,7 @@ impl Pages {
         Pages { printer, unit, beat, records: Vec::new(), counts, first_page: None, last_page: None }
     }
 
-    /// Takes the pages from number `first_page` on, whose content is `bytes`. `shared` pages belong to others as
+    /// Takes the pages from number `first_page` on, with the content `bytes`. `shared` pages belong to others as
     /// well, `huge` ones are part of a huge page.
     pub fn take(&mut self, first_page: u64, shared: bool, huge: bool, bytes: &[u8]) {
         let (pages, rest) = bytes.as_chunks::<PAGE_SIZE>();
@@ -116,7 +116,7 @@ impl Pages {
         for (page_number, page) in (first_page..).zip(pages) {
             self.take_page(page_number, kind, huge, page);
         }
-        // The pool's pages are nobody's own; they are read only to know what is there.
+        // The pool's pages belong to no process; they are read only to know what is there.
         self.counts.examined += if kind == Kind::Pool { 0 } else { pages.len() as u64 };
         self.beat.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         if let (Kind::KernelOnly, Some(reason)) = (kind, self.unit.reason) {

@@ -318,7 +318,7 @@ fn a_sample_estimates_within_its_error() {
     assert!(sample.runs.histogram.is_empty());
 }
 
-/// A source that blocks for ever, as one does whose pages are under its own userfaultfd, costs its own part of
+/// A source that blocks for ever, as a process with pages under its own userfaultfd does, costs its own part of
 /// the scan and nothing else.
 #[test]
 fn a_source_that_holds_its_reader_is_given_up() {

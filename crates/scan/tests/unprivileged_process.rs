@@ -87,7 +87,7 @@ fn child() {
                 let pages = area(numbers[1] as usize);
                 (0..numbers[1]).for_each(|n| fill(&pages, n as usize, numbers[0] + n));
                 let (addr, len) = range(&pages);
-                // SAFETY: advice and protection concern our own mapping, whose content we no longer need to change.
+                // SAFETY: advice and protection concern a mapping of this test that is not written any more.
                 unsafe {
                     match name {
                         "dontdump" => mem::advise(addr, len, libc::MADV_DONTDUMP).expect("advice"),
@@ -138,7 +138,7 @@ fn scan_all(sources: Vec<Box<dyn Source>>) -> Report {
     scan(sources, &Config { workers: 2, ..Config::default() }, &mut |_| {})
 }
 
-/// What two processes' reports count beyond that of two processes without layout, whose runtime has pages too.
+/// What two processes' reports count beyond that of two processes without a layout: a runtime has pages too.
 fn beyond_bare(report: &Report, field: impl Fn(&pagefold_scan::Totals) -> u64) -> i64 {
     let bare: Vec<Subject> = report.sources.iter().map(|_| Subject::start("absent:1")).collect();
     let bare = scan_all(bare.iter().map(Subject::source).collect());
@@ -147,7 +147,7 @@ fn beyond_bare(report: &Report, field: impl Fn(&pagefold_scan::Totals) -> u64) -
 
 #[test]
 fn known_pages_are_counted_exactly() {
-    // 300 contents in both, 40 of them a second time in the first, 10 that nobody else has, zeros.
+    // 300 contents in both, 40 of them a second time in the first, 10 that only one has, zeros.
     let one = Subject::start("fill:1000+300 fill:1000+40 fill:5000+10 zero:25 read:7 absent:4000");
     let two = Subject::start("fill:1000+300 zero:5");
     let rss_before = procfs::memory(one.pid()).expect("we may look").rss;
@@ -304,7 +304,7 @@ fn files_of_any_size_are_pages() {
     assert_eq!((totals.duplicate_inside, totals.duplicate_across), (0, 2), "{totals:?}");
     assert_eq!(report.sources.iter().map(|source| source.totals.examined).collect::<Vec<_>>(), [0, 4, 2, 1]);
 
-    // Cores, whose pages begin where their headers end; the second one is cut within its last page.
+    // Cores: their pages begin where their headers end; the second one is cut within its last page.
     let core = |headers: u64, pages: &[u8]| {
         let mut bytes = vec![0; headers as usize];
         bytes[..6].copy_from_slice(b"\x7fELF\x02\x01");

@@ -40,7 +40,7 @@ fn in_use(upper: &Path, user: bool) -> bool {
 
 /// Makes the directory `upper`, and none above it.
 fn make_upper(upper: &Path) -> Result<()> {
-    pagefold_os::own::make_last(upper, 0o777).map_err(|error| {
+    pagefold_os::private_dir::make_last(upper, 0o777).map_err(|error| {
         let cure = "give a directory, or where one can be made";
         Error::Refused(format!("mount: --upper {}: {error}; {cure}", upper.display()))
     })

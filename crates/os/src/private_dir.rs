@@ -21,16 +21,16 @@ pub fn runtime_dir() -> Result<PathBuf> {
     })
 }
 
-/// Makes `dir` and what is missing above it, for this user alone, and sees to it that nobody else can change what lies in
-/// it. To be called before anything is put there.
+/// Makes `dir` and what is missing above it, and makes sure that only this user can change what lies in it. To be called before
+/// anything is put there.
 ///
 /// # Errors
-/// It cannot be made, or is there and a link, somebody else's, or open for others to write. The text is a line with path
+/// It cannot be made, or it exists and is a link, another user's, or writable by others. The text is a line with path
 /// and cause.
 pub fn make_own(dir: &Path) -> Result<()> {
     let told = |kind, why: String| Err(Error::new(kind, why));
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    // In /tmp somebody else may have made it first: then it is not ours to trust.
+    // In /tmp another user may have made it first: then it cannot be trusted.
     let found = match (made, std::fs::symlink_metadata(dir)) {
         (_, Ok(found)) => found,
         (Err(error), _) | (_, Err(error)) => {

@@ -1,4 +1,4 @@
-//! When files are gone: memory files have no name, and nobody but the kernel knows who maps them still.
+//! Tells when files are gone: memory files have no name, and only the kernel knows which processes still map them.
 
 use crate::fd::Fd;
 use crate::raw::Result;
@@ -36,8 +36,8 @@ impl Watch {
         }
     }
 
-    /// Adds the file behind `fd`, which may be closed then: it counts as gone once nobody has it open or maps it. Returns what
-    /// it is called from now on.
+    /// Adds the file behind `fd`, which may be closed then. The file counts as gone once no process has it open or maps it.
+    /// Returns its name from now on.
     ///
     /// # Errors
     /// As inotify_add_watch(2) of `/proc/self/fd/N`.

@@ -1,6 +1,6 @@
-//! Processors kept from sleeping while somebody waits for us again and again.
+//! Keeps processors awake while other threads wait for ours again and again.
 //!
-//! Whoever waits for another thread's answer puts its own processor to sleep, and waking a processor costs more than many
+//! A thread that waits for another thread's answer puts its own processor to sleep, and waking a processor costs more than many
 //! an answer: 20 to 35 us for a halted one of a virtual machine, 100 us and more for the deep states of a real one. A hold
 //! on `/dev/cpu_dma_latency` (the kernel's "PM QoS") forbids such sleep to all processors as long as it is open; a
 //! process that dies lets go of it. It burns what the sleep would have saved, so it is held only while answers come
@@ -67,7 +67,7 @@ impl Awake {
         }
     }
 
-    /// `answers` were given by `now` (monotonic nanoseconds), each to somebody who sleeps.
+    /// `answers` were given by `now` (monotonic nanoseconds), each to a sleeping thread.
     pub fn answered(&self, answers: u32, now: u64) {
         if !self.wanted {
             return;
@@ -90,7 +90,7 @@ impl Awake {
             let _ = self.until.compare_exchange(until, now + LINGER_NS, Ordering::Relaxed, Ordering::Relaxed);
             return;
         }
-        // Under the lock it is held if and only if there is an end to it: nobody may let go in between, and forget it.
+        // Under the lock the hold exists if and only if it has an end: no other thread may release it in between.
         let mut held = lock(&self.held);
         if held.is_none() {
             // Without the right to it everything is as it was, only slower.
@@ -100,7 +100,7 @@ impl Awake {
         self.until.store(now + LINGER_NS, Ordering::Relaxed);
     }
 
-    /// Lets go of it if nothing was answered for a while; for whoever waited and got nothing to do.
+    /// Releases the hold if nothing was answered for a while. For a thread that waited and got nothing to do.
     pub fn idle(&self, now: u64) {
         let until = self.until.load(Ordering::Relaxed);
         if until == 0 || now < until {

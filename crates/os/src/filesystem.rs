@@ -54,13 +54,13 @@ pub fn identity(file: &File) -> std::io::Result<u64> {
     device.hash(&mut hasher);
     match (mount, std::fs::read("/proc/sys/kernel/random/boot_id")) {
         (Some(mount), Ok(boot)) => (mount, boot).hash(&mut hasher),
-        // Nobody can tell: then it is like no other.
+        // Unknown: then it counts as different from every other one.
         _ => std::time::SystemTime::now().hash(&mut hasher),
     }
     Ok(hasher.finish())
 }
 
-/// File systems of the kernel's own files, whose sizes are no sizes and whose writes are commands.
+/// File systems of the kernel's own files: the sizes there mean nothing, and a write is a command.
 const PSEUDO: [libc::__fsword_t; 9] = [
     libc::PROC_SUPER_MAGIC,
     libc::SYSFS_MAGIC,
