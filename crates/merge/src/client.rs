@@ -7,7 +7,7 @@ use pagefold_os::{Page, Range};
 use pagefold_pool::{Pool, Slot};
 use pagefold_protocol::message::RefusalReason;
 
-/// The client is no longer there, or broke the protocol: it is dropped, and nobody else is touched.
+/// The client has ended, or broke the protocol: it is dropped, and no other client is touched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
@@ -68,7 +68,7 @@ pub struct PoolMapping {
     pub index: u32,
 }
 
-/// A process whose memory is merged.
+/// A process with memory to merge.
 pub trait Client: Send {
     /// A number that changes when the managed ranges (or merged pages, by a discard) changed. Cheap.
     fn generation(&mut self) -> u64;
@@ -92,7 +92,7 @@ pub trait Client: Send {
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone>;
 
     /// The page faults of the process so far. While the number stays the same, none of its threads has written to a page that
-    /// was protected, nor to one that was not there; what others write (a debugger) need not count. `None` if nobody knows.
+    /// was protected, nor to one that was not there; writes of other processes (a debugger) need not count. `None` if it is unknown.
     fn faults(&mut self) -> Option<u64> {
         None
     }
@@ -120,7 +120,7 @@ pub trait Client: Send {
     fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone>;
 
     /// Copies the pages of `runs`, at most [`FETCH_PAGES_MAX`] in all, to `out`, one after the other, and tells for each
-    /// whether it could be read. The copy is nobody else's.
+    /// whether it could be read. No other process can change the copy.
     ///
     /// # Errors
     /// [`Gone`].
@@ -147,22 +147,22 @@ pub trait Client: Send {
         Ok(())
     }
 
-    /// Leaves the plain memory to somebody else for a while (`away`), watched no more, or takes it back; what is merged stays
-    /// as it is. False if that cannot be.
+    /// Lends the plain memory to the cold tier (`lent`) and stops watching it, or takes it back. Merged memory stays as it is.
+    /// Returns false if that is not possible.
     ///
     /// # Errors
     /// [`Gone`].
-    fn part(&mut self, _away: bool) -> Result<bool, Gone> {
+    fn lend_memory(&mut self, _lent: bool) -> Result<bool, Gone> {
         Ok(false)
     }
 
-    /// True if it comes with its plain memory in somebody else's hands.
-    fn is_away(&self) -> bool {
+    /// Returns true if the cold tier already has its plain memory.
+    fn is_lent(&self) -> bool {
         false
     }
 
-    /// Nothing will be fetched for a while: buffers may go.
-    fn rest(&mut self) {}
+    /// Releases buffers: nothing will be fetched for a while.
+    fn release_buffers(&mut self) {}
 
     /// Processor time that the client's side spent for us, in nanoseconds.
     fn cpu_ns(&mut self) -> u64 {

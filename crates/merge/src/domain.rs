@@ -2,14 +2,14 @@
 //!
 //! Several workers call [`Domain::step`]; a client is in the hands of one
 //! worker at a time, index and pool are everybody's. What one client's step
-//! finds out about another client's page goes to that client's inbox.
+//! finds out about another client's page becomes a notice for that client.
 
 mod compact;
-mod fresh;
-mod period;
+mod index_stage;
 mod remap;
-mod repeat;
-mod worth;
+mod replicated_slots;
+mod slot_budget;
+mod watch_stage;
 
 use crate::client::{Client, Gone, PoolMapping};
 use crate::page::State;
@@ -49,7 +49,7 @@ pub struct Config {
     pub heal_periods: u32,
     /// Predict that the page after a merged one shows the slot after its slot, and let the comparison prove it.
     pub predict: bool,
-    /// Slots that nobody shares, in the whole pool, from which on segments with many of them are emptied.
+    /// Number of slots without sharers, in the whole pool, from which on segments with many of them are emptied.
     pub dead_slots_min: u64,
     /// Equal slots that a content gets where very many neighbours have it; 1 for no such runs.
     pub copies: u32,
@@ -57,7 +57,7 @@ pub struct Config {
     pub copies_from: u32,
     /// Pages of a client from which on its faults are counted: while there are none, most looks are left out. Below, a look
     /// costs no more than the count.
-    pub calm_pages_min: u64,
+    pub idle_pages_min: u64,
 }
 
 impl Default for Config {
@@ -76,7 +76,7 @@ impl Default for Config {
             // A page costs as much as 17 mappings.
             copies_from: 64 * 17,
             // 32 MiB.
-            calm_pages_min: 8192,
+            idle_pages_min: 8192,
         }
     }
 }
@@ -128,7 +128,7 @@ struct ChunkRefs {
 }
 
 impl ChunkRefs {
-    /// Whose page an entry of a candidate stands for, and where it lies there.
+    /// The client and address of the page that a candidate's entry stands for.
     fn place(&self, entry: Entry) -> Option<(ClientId, u64)> {
         let Entry::Candidate { chunk, page } = entry else { return None };
         let to = self.refs.get(chunk as usize)?.as_ref()?;
@@ -163,15 +163,16 @@ struct Member {
     id: ClientId,
     work: Mutex<Work>,
     /// What others found out about its candidates: the slot that a page shall show; none where it is to be looked up again.
-    inbox: Mutex<Vec<(u64, Option<Slot>)>>,
-    /// Mappings that merging added to it, and that what waits will add: a hint for who has twins of its pages.
-    claimed: AtomicI64,
+    notices: Mutex<Vec<(u64, Option<Slot>)>>,
+    /// Mappings that this client's merged runs use, plus those its deferred runs will need. Other clients read it without a
+    /// lock to decide whether a shared slot pays off; it may be stale.
+    mappings_claimed: AtomicI64,
     due_ns: AtomicU64,
-    /// The processor of its last step, and one more; 0 if nobody told.
-    seat: AtomicU64,
+    /// The processor of its last step, plus one; 0 if unknown.
+    cpu: AtomicU64,
     paused: AtomicBool,
-    /// Its plain memory is somebody else's for a while.
-    away: AtomicBool,
+    /// The cold tier has its plain memory for a while.
+    lent: AtomicBool,
     gone: AtomicBool,
     /// It has pages that were not looked up yet.
     indexing: AtomicBool,
@@ -179,9 +180,9 @@ struct Member {
 }
 
 impl Member {
-    /// True if nothing is to be done for it now. Who has its work in hand is told of all that ended before.
+    /// Returns true if nothing is to be done for it now. The worker that holds its lock sees every pause that ended before.
     fn is_at_rest(&self) -> bool {
-        self.paused.load(Ordering::Acquire) || self.away.load(Ordering::Acquire)
+        self.paused.load(Ordering::Acquire) || self.lent.load(Ordering::Acquire)
     }
 }
 
@@ -194,25 +195,25 @@ struct Work {
     next_period_ns: u64,
     /// Mappings that merging added, estimated; set right whenever the real ones are listed.
     mappings: i64,
-    /// Pool mappings whose segments are not ours.
+    /// Mappings of pool segments that are not this daemon's.
     foreign: Vec<PoolMapping>,
     /// Chunks of huge pages to be probed in this period, the first last.
     probes: Vec<u64>,
     /// Short runs that wait until all runs of this pass are known: the longest go first.
     deferred: Vec<Run>,
     /// Mappings that they will add, about.
-    promised: i64,
+    deferred_mappings: i64,
     /// Period in which the first of them came.
     deferred_since: u64,
     /// Segments, by number, with slots that were published for runs that wait: they are kept until these are merged.
-    planned: BTreeMap<u32, Hold>,
+    held_segments: BTreeMap<u32, Hold>,
     /// Merging rests until this period: the kernel refused a mapping.
     rest_until: u64,
     /// Broken pages are not healed before this period: the last time the budget of mappings did not allow all.
     heal_from: u64,
     /// What the last look found out: nothing, and nothing has been done since.
-    calm: Option<Calm>,
-    /// Whose segment gets its slots: that of the worker that has it in hand.
+    idle: Option<Idle>,
+    /// Selects the open segment for its slots: that of the worker on this client.
     lane: usize,
     /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
     block: usize,
@@ -220,12 +221,12 @@ struct Work {
     refused: BTreeMap<RefusalReason, u64>,
 }
 
-/// A client in which a look changed nothing.
+/// A client in which the last scan changed nothing.
 #[derive(Clone, Copy, Debug)]
-struct Calm {
-    /// Its page faults before that look.
+struct Idle {
+    /// Its page faults before that scan.
     faults: u64,
-    /// Looks that may still be left out.
+    /// Scans that may still be skipped.
     left: u32,
 }
 
@@ -238,14 +239,14 @@ impl Work {
         for run in runs {
             // Neighbours have an edge in common.
             let joins = self.deferred.last().is_some_and(|last| last.range.end == run.range.start);
-            self.promised += if joins { 1 } else { EDGES };
+            self.deferred_mappings += if joins { 1 } else { EDGES };
             self.deferred.push(run);
         }
     }
 
     /// The short runs that waited.
     fn take_deferred(&mut self) -> Vec<Run> {
-        self.promised = 0;
+        self.deferred_mappings = 0;
         std::mem::take(&mut self.deferred)
     }
 
@@ -273,7 +274,7 @@ pub struct Next {
     pub worked: bool,
 }
 
-/// Clients that may share pages with each other, and with nobody else.
+/// Clients that may share pages with each other, and with no others.
 pub struct Domain {
     config: Config,
     key: Key,
@@ -282,7 +283,7 @@ pub struct Domain {
     /// Locked to be changed for one chunk at a time: others wait while it is.
     chunks: RwLock<ChunkRefs>,
     members: RwLock<BTreeMap<ClientId, Arc<Member>>>,
-    /// Held (shared) by who adds or removes a member, and by who counts all members' pages (alone). First of all locks.
+    /// Held shared while a member is added or removed, and exclusively while all members' pages are counted. First of all locks.
     roster: RwLock<()>,
     /// Audits that want all clients at rest: no step begins.
     auditing: AtomicUsize,
@@ -293,7 +294,7 @@ pub struct Domain {
     indexing: AtomicUsize,
     sweep: Mutex<Sweep>,
     /// Changes whenever something happened that may leave dead entries in the index.
-    stirred: AtomicU64,
+    index_changes: AtomicU64,
     compaction: Mutex<compact::Compaction>,
     /// First slots of runs of equal ones.
     repeats: RwLock<BTreeSet<Slot>>,
@@ -302,10 +303,10 @@ pub struct Domain {
     counters: Counters,
 }
 
-/// The sweep of the index for dead entries: a part in each period, until a whole round found nothing stirred.
+/// The sweep of the index for dead entries: a part in each period, until a whole round found nothing to do.
 struct Sweep {
     cursor: SweepCursor,
-    /// `Domain::stirred` when it was last looked at.
+    /// `Domain::index_changes` when it was last looked at.
     seen: u64,
     /// Parts left of the round.
     left: usize,
@@ -339,7 +340,7 @@ impl Domain {
             now_ns: AtomicU64::new(0),
             indexing: AtomicUsize::new(0),
             sweep: Mutex::new(Sweep { cursor: SweepCursor::new(), seen: 0, left: 0 }),
-            stirred: AtomicU64::new(0),
+            index_changes: AtomicU64::new(0),
             compaction: Mutex::default(),
             repeats: RwLock::default(),
             buffers: Mutex::default(),
@@ -362,7 +363,7 @@ impl Domain {
     pub fn add(&self, client: Box<dyn Client>) -> ClientId {
         let _roster = read(&self.roster);
         let id = self.next_id.fetch_add(1, Ordering::Relaxed) as ClientId;
-        let away = client.is_away();
+        let lent = client.is_lent();
         let work = Work {
             client,
             table: Table::default(),
@@ -373,29 +374,29 @@ impl Domain {
             foreign: Vec::new(),
             probes: Vec::new(),
             deferred: Vec::new(),
-            promised: 0,
+            deferred_mappings: 0,
             deferred_since: 0,
-            planned: BTreeMap::new(),
+            held_segments: BTreeMap::new(),
             rest_until: 0,
             heal_from: 0,
-            calm: None,
+            idle: None,
             lane: 0,
-            block: fresh::BLOCK_MIN,
+            block: index_stage::BLOCK_MIN,
             breaks: 0,
             refused: BTreeMap::new(),
         };
         let member = Arc::new(Member {
             id,
             work: Mutex::new(work),
-            inbox: Mutex::default(),
-            claimed: AtomicI64::new(0),
+            notices: Mutex::default(),
+            mappings_claimed: AtomicI64::new(0),
             due_ns: AtomicU64::new(0),
-            seat: AtomicU64::new(0),
+            cpu: AtomicU64::new(0),
             paused: AtomicBool::new(false),
-            away: AtomicBool::new(away),
+            lent: AtomicBool::new(lent),
             gone: AtomicBool::new(false),
             indexing: AtomicBool::new(false),
-            stats: Mutex::new(ClientStats { paused: away, ..ClientStats::default() }),
+            stats: Mutex::new(ClientStats { paused: lent, ..ClientStats::default() }),
         });
         write(&self.members).insert(id, member);
         id
@@ -405,16 +406,16 @@ impl Domain {
     /// kernel keeps their memory. False if there is no such client (any more).
     pub fn remove(&self, id: ClientId) -> bool {
         let _roster = read(&self.roster);
-        self.stir();
+        self.mark_index_dirty();
         let Some(member) = write(&self.members).remove(&id) else { return false };
         let mut work = lock(&member.work);
-        // Set while the work is in hand: who waits for it finds the mark and leaves the client alone.
+        // Set under the work lock: a worker that waits for the lock finds the mark and leaves the client alone.
         member.gone.store(true, Ordering::Release);
         self.drop_all(&mut work);
         drop(work);
         self.note_indexing(&member, false);
         if read(&self.members).is_empty() {
-            // Nobody is left whose periods would do it.
+            // No client is left that would do it in its period.
             self.pool.close_open_segments();
         }
         self.release_segments();
@@ -430,7 +431,7 @@ impl Domain {
         };
         work.table.set_ranges(&[], |_| (0, Arc::default()), drop_page, |id| write(&self.chunks).give_back(id));
         work.take_deferred();
-        work.planned.clear();
+        work.held_segments.clear();
     }
 
     /// The clients.
@@ -446,42 +447,42 @@ impl Domain {
         // At once, so that no step begins.
         member.paused.store(paused, Ordering::Release);
         let mut work = lock(&member.work);
-        self.note_rest(&member, &mut work);
+        self.note_pause(&member, &mut work);
         true
     }
 
-    /// Notes whether a client rests: nobody waits for what it would look up, and no memory for what it would merge.
-    fn note_rest(&self, member: &Member, work: &mut Work) {
+    /// Notes whether a client is paused. Then no worker waits for its lookups, and no memory is kept for its merges.
+    fn note_pause(&self, member: &Member, work: &mut Work) {
         let rests = member.is_at_rest();
         lock(&member.stats).paused = rests;
         if rests {
             self.note_indexing(member, false);
-            work.planned.clear();
+            work.held_segments.clear();
         }
     }
 
-    /// Leaves a client's plain memory to somebody else (`away`), or takes it back, when the step in hand is done. Merged
+    /// Lends a client's plain memory to the cold tier (`lent`), or takes it back, after the current step. Merged
     /// pages stay merged and in the books; until the memory is back no work is done on the client. False if the client
     /// cannot do that.
     ///
     /// # Errors
     /// [`Gone`] if there is no such client (any more).
-    pub fn part(&self, id: ClientId, away: bool) -> Result<bool, Gone> {
+    pub fn lend_memory(&self, id: ClientId, lent: bool) -> Result<bool, Gone> {
         let member = read(&self.members).get(&id).cloned().ok_or(Gone)?;
         // At once, so that no step begins.
-        member.away.store(true, Ordering::Release);
+        member.lent.store(true, Ordering::Release);
         let mut work = lock(&member.work);
         if member.gone.load(Ordering::Acquire) {
             return Err(Gone);
         }
-        work.calm = None;
-        let parted = work.client.part(away);
-        member.away.store(away && parted == Ok(true), Ordering::Release);
-        // Whoever had it watched it in another way: all of it is to be watched anew.
+        work.idle = None;
+        let parted = work.client.lend_memory(lent);
+        member.lent.store(lent && parted == Ok(true), Ordering::Release);
+        // The tier watched it in another way: all of it must be watched anew.
         work.generation = None;
         work.next_period_ns = 0;
         member.due_ns.store(0, Ordering::Release);
-        self.note_rest(&member, &mut work);
+        self.note_pause(&member, &mut work);
         drop(work);
         if parted.is_err() {
             self.remove(id);
@@ -496,12 +497,12 @@ impl Domain {
     pub fn unmerge(&self, id: ClientId) -> Result<Unmerged, Gone> {
         let member = read(&self.members).get(&id).cloned().ok_or(Gone)?;
         member.paused.store(true, Ordering::Release);
-        lock(&member.inbox).clear();
+        lock(&member.notices).clear();
         let mut work = lock(&member.work);
         if member.gone.load(Ordering::Acquire) {
             return Err(Gone);
         }
-        self.note_rest(&member, &mut work);
+        self.note_pause(&member, &mut work);
         let result = self.unmerge_all(&mut work);
         self.snapshot(&member, &mut work);
         result
@@ -519,7 +520,7 @@ impl Domain {
             return Err(Gone);
         }
         let fetched = work.client.fetch(runs, out, readable);
-        work.client.rest();
+        work.client.release_buffers();
         drop(work);
         if fetched.is_err() {
             self.remove(id);
@@ -527,7 +528,7 @@ impl Domain {
         fetched
     }
 
-    /// The earliest time at which a client wants a step that nobody has in hand; who has one in hand sees to it himself.
+    /// The earliest time at which a client is due, of those that no worker holds; a worker reschedules the client it holds.
     pub fn due_ns(&self) -> Option<u64> {
         if self.auditing.load(Ordering::Acquire) > 0 {
             return None;
@@ -539,24 +540,24 @@ impl Domain {
             .min()
     }
 
-    /// Takes one step with some client that is due at `now_ns`, if there is one that nobody has in hand.
+    /// Takes one step with some client that is due at `now_ns`, if there is one that no worker holds.
     /// `gone` gets a client that turned out to be gone; it is already forgotten.
     ///
-    /// Of clients that are due the worker on processor `seat` takes those first that had their last step there, unless another
+    /// Of clients that are due the worker on processor `cpu` takes those first that had their last step there, unless another
     /// has waited for a period: a process that ran on two processors pays for both whenever its page table changes.
-    pub fn step_any(&self, now_ns: u64, seat: Option<u64>, gone: &mut Vec<ClientId>) -> Option<Next> {
+    pub fn step_any(&self, now_ns: u64, cpu: Option<u64>, gone: &mut Vec<ClientId>) -> Option<Next> {
         if self.auditing.load(Ordering::Acquire) > 0 {
             return None;
         }
-        let seat = seat.map_or(0, |cpu| cpu + 1);
+        let cpu = cpu.map_or(0, |cpu| cpu + 1);
         let mut due: Vec<(bool, u64, Arc<Member>)> = read(&self.members)
             .values()
             .filter(|member| !member.is_at_rest())
             .map(|member| (member.due_ns.load(Ordering::Acquire), member))
             .filter(|(due, _)| *due <= now_ns)
             .map(|(due, member)| {
-                let last = member.seat.load(Ordering::Relaxed);
-                let elsewhere = last != 0 && last != seat && now_ns - due < self.config.period_ns;
+                let last = member.cpu.load(Ordering::Relaxed);
+                let elsewhere = last != 0 && last != cpu && now_ns - due < self.config.period_ns;
                 (elsewhere, due, member.clone())
             })
             .collect();
@@ -568,8 +569,8 @@ impl Domain {
             if !due || member.is_at_rest() || member.gone.load(Ordering::Acquire) {
                 continue;
             }
-            member.seat.store(seat, Ordering::Relaxed);
-            work.lane = seat as usize;
+            member.cpu.store(cpu, Ordering::Relaxed);
+            work.lane = cpu as usize;
             let result = self.step_with(&member, &mut work, now_ns);
             drop(work);
             match result {
@@ -584,7 +585,7 @@ impl Domain {
         None
     }
 
-    /// Takes one step with client `id`, unless it is paused or away.
+    /// Takes one step with client `id`, unless it is paused or lent.
     ///
     /// # Errors
     /// [`Gone`] if there is no such client; it is forgotten then.
@@ -605,8 +606,8 @@ impl Domain {
         result
     }
 
-    fn stir(&self) {
-        self.stirred.fetch_add(1, Ordering::Relaxed);
+    fn mark_index_dirty(&self) {
+        self.index_changes.fetch_add(1, Ordering::Relaxed);
     }
 
     fn step_with(&self, member: &Member, work: &mut Work, now_ns: u64) -> Result<Next, Gone> {
@@ -635,18 +636,18 @@ impl Domain {
             indexed |= merged;
         }
         if work.deferred.is_empty() {
-            work.planned.clear();
+            work.held_segments.clear();
         }
         if indexed {
-            self.stir();
+            self.mark_index_dirty();
         }
         if !more && !probing {
-            work.client.rest();
+            work.client.release_buffers();
         }
-        let has_mail = !resting && !lock(&member.inbox).is_empty();
-        let due_ns = if probing || (more || has_mail) && !work.is_resting() { now_ns } else { work.next_period_ns };
+        let has_notices = !resting && !lock(&member.notices).is_empty();
+        let due_ns = if probing || (more || has_notices) && !work.is_resting() { now_ns } else { work.next_period_ns };
         member.due_ns.store(due_ns, Ordering::Release);
-        member.claimed.store(work.mappings + work.promised, Ordering::Relaxed);
+        member.mappings_claimed.store(work.mappings + work.deferred_mappings, Ordering::Relaxed);
         self.snapshot(member, work);
         Ok(Next { due_ns, worked })
     }
@@ -659,12 +660,12 @@ impl Domain {
         if indexing {
             self.indexing.fetch_add(1, Ordering::AcqRel);
         } else if self.indexing.fetch_sub(1, Ordering::AcqRel) == 1 {
-            read(&self.members).values().for_each(|member| self.hurry(member));
+            read(&self.members).values().for_each(|member| self.schedule_now(member));
         }
     }
 
-    /// A client has something to do at once; who waits already comes first.
-    fn hurry(&self, member: &Member) {
+    /// Schedules a client for now; clients that are due already come first.
+    fn schedule_now(&self, member: &Member) {
         member.due_ns.fetch_min(self.now_ns.load(Ordering::Relaxed), Ordering::AcqRel);
     }
 
@@ -679,32 +680,32 @@ impl Domain {
         result
     }
 
-    /// True if short runs should be merged now: nobody is about to find more of them, whose pages would lie between
+    /// Returns true if short runs should be merged now: no worker is about to find more of them, with pages between
     /// these; a page merged alone costs several times one that is merged with its neighbours. Or they waited long enough.
     fn may_merge_short(&self, work: &Work) -> bool {
         self.indexing.load(Ordering::Acquire) == 0 || work.period - work.deferred_since >= SHORT_WAIT_PERIODS
     }
 
-    /// Sends letters to the owners of candidates.
-    fn post(&self, mail: &[(Entry, Option<Slot>)]) {
-        if mail.is_empty() {
+    /// Sends notices to the owners of candidates.
+    fn notify_owners(&self, notices: &[(Entry, Option<Slot>)]) {
+        if notices.is_empty() {
             return;
         }
         let chunks = read(&self.chunks);
         let members = read(&self.members);
         // Where the run that is being told of goes on.
         let mut next = None;
-        for (entry, slot) in mail {
+        for (entry, slot) in notices {
             let Some((client, addr)) = chunks.place(*entry) else { continue };
             let Some(member) = members.get(&client) else { continue };
-            lock(&member.inbox).push((addr, *slot));
+            lock(&member.notices).push((addr, *slot));
             if let Some(slot) = slot {
                 if next != Some((client, addr, slot.number())) {
-                    member.claimed.fetch_add(EDGES, Ordering::Relaxed);
+                    member.mappings_claimed.fetch_add(EDGES, Ordering::Relaxed);
                 }
                 next = Some((client, addr + PAGE_SIZE as u64, slot.number() + 1));
             }
-            self.hurry(member);
+            self.schedule_now(member);
         }
     }
 
@@ -780,7 +781,7 @@ impl Domain {
     }
 
     /// The part of the [ledger](Self::ledger) of client `id` that begins at `from`, `most` pages at most: the whole takes 16
-    /// bytes a page. Empty at its end, and of who is gone.
+    /// bytes a page. Empty at its end, and for a client that has gone.
     pub fn ledger_part(&self, id: ClientId, from: u64, most: usize) -> Vec<(ClientId, u64, Slot)> {
         let Some(member) = read(&self.members).get(&id).cloned() else { return Vec::new() };
         let work = lock(&member.work);
@@ -788,8 +789,8 @@ impl Domain {
     }
 
     /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right. All work waits
-    /// meanwhile: what is being merged is in one book earlier than in the other. Nobody waits with it for a client that does
-    /// not answer.
+    /// meanwhile: pages that are being merged are in one book earlier than in the other. Other work does not wait for a client
+    /// that does not answer.
     pub fn audit(&self) -> Vec<String> {
         let mut busy = None;
         for _ in 0..AUDIT_ROUNDS {
@@ -801,8 +802,8 @@ impl Domain {
         vec!["not recounted: some client is in the hands of a worker all the time; try again".into()]
     }
 
-    /// One try of an audit: waits for who has the client in hand that was `busy` in the last one, and then a little for all
-    /// others. Gives back one that was busy to the end.
+    /// One try of an audit: waits for the worker on the client that was `busy` in the last try, and then a little for all
+    /// others. Returns a client that was busy to the end.
     fn audit_round(&self, busy: Option<Arc<Member>>) -> Result<Vec<String>, Option<Arc<Member>>> {
         // As long as the client likes, so with nothing else in hand.
         let mut waited_for = busy.as_ref().map(|member| (member.id, lock(&member.work)));
@@ -822,7 +823,7 @@ impl Domain {
                     return Ok(self.recount(&held));
                 }
             } else {
-                // Somebody comes or goes: it may be the one that we hold.
+                // A client is being added or removed: it may be the one that this thread waited for.
                 waited_for = None;
             }
             std::thread::sleep(AUDIT_PAUSE);

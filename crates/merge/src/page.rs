@@ -95,7 +95,7 @@ impl State {
 }
 
 impl Packed {
-    /// The packed state whose value is greater by `by`: for runs of slots.
+    /// The packed state with its value increased by `by`: for runs of slots.
     pub(crate) fn plus(self, by: u32) -> Packed {
         Packed(self.0.wrapping_add(by))
     }

@@ -9,26 +9,26 @@ use pagefold_pool::Slot;
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// What a page shall show: a slot, or nothing (it is zero).
-pub type Goal = Option<Slot>;
+pub type TargetSlot = Option<Slot>;
 
-/// Neighbouring pages with neighbouring goals.
+/// Neighbouring pages with neighbouring targets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// The pages.
     pub range: Range,
-    /// The first page's goal.
-    pub goal: Goal,
+    /// The first page's target.
+    pub target: TargetSlot,
 }
 
 impl Run {
-    /// The goal of the page after `pages` pages.
-    pub fn goal_at(&self, pages: u64) -> Goal {
-        self.goal.map(|slot| Slot::from_number(slot.number() + pages as u32))
+    /// The target of the page after `pages` pages.
+    pub fn target_at(&self, pages: u64) -> TargetSlot {
+        self.target.map(|slot| Slot::from_number(slot.number() + pages as u32))
     }
 
-    fn takes(&self, addr: u64, goal: Goal) -> bool {
+    fn takes(&self, addr: u64, target: TargetSlot) -> bool {
         self.range.end == addr
-            && match (self.goal_at(self.range.pages()), goal) {
+            && match (self.target_at(self.range.pages()), target) {
                 (None, None) => true,
                 // A run of slots ends with its segment: the next one is another file.
                 (Some(next), Some(slot)) => next == slot && slot.index() != 0,
@@ -38,12 +38,12 @@ impl Run {
 }
 
 /// Joins pairs, ascending by address, to runs.
-pub fn runs(pairs: impl IntoIterator<Item = (u64, Goal)>) -> Vec<Run> {
+pub fn runs(pairs: impl IntoIterator<Item = (u64, TargetSlot)>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
-    for (addr, goal) in pairs {
+    for (addr, target) in pairs {
         match runs.last_mut() {
-            Some(run) if run.takes(addr, goal) => run.range.end += PAGE,
-            _ => runs.push(Run { range: Range::pages_from(addr, 1), goal }),
+            Some(run) if run.takes(addr, target) => run.range.end += PAGE,
+            _ => runs.push(Run { range: Range::pages_from(addr, 1), target }),
         }
     }
     runs
@@ -51,8 +51,8 @@ pub fn runs(pairs: impl IntoIterator<Item = (u64, Goal)>) -> Vec<Run> {
 
 /// Mappings that the process has more (or fewer) once `run` is mapped.
 pub fn mappings_added(table: &Table, run: &Run) -> i64 {
-    let Some(first) = run.goal else { return 0 };
-    let last = run.goal_at(run.range.pages() - 1);
+    let Some(first) = run.target else { return 0 };
+    let last = run.target_at(run.range.pages() - 1);
     let edge = |outside: State, joined: bool| match outside {
         // Beside other slots there was an edge already; it goes if the slots join.
         State::Shared(_) | State::Broken { .. } if joined => -1,
@@ -124,7 +124,7 @@ pub fn spans(table: &Table, runs: &[Run]) -> Vec<Piece> {
             span_pieces += 1;
             pieces.push(Piece {
                 range: Range { start: at, end },
-                slot: run.goal_at((at - run.range.start) / PAGE),
+                slot: run.target_at((at - run.range.start) / PAGE),
                 span,
                 follows: false,
             });
@@ -162,7 +162,7 @@ mod tests {
         (1 << 30) + page * PAGE
     }
 
-    fn slot(number: u32) -> Goal {
+    fn slot(number: u32) -> TargetSlot {
         Some(Slot::from_number(number))
     }
 
@@ -210,13 +210,13 @@ mod tests {
     #[test]
     fn mappings_are_counted_by_edges() {
         let mut table = table(100);
-        let run = |page, len, number| Run { range: Range::pages_from(at(page), len), goal: slot(number) };
+        let run = |page, len, number| Run { range: Range::pages_from(at(page), len), target: slot(number) };
         assert_eq!(mappings_added(&table, &run(10, 4, 50)), 2);
         for page in 10..14 {
             table.set(at(page), State::Shared(Slot::from_number(40 + page as u32)));
         }
         assert_eq!(mappings_added(&table, &run(14, 1, 54)), 0, "it prolongs the run");
         assert_eq!(mappings_added(&table, &run(14, 1, 99)), 1);
-        assert_eq!(mappings_added(&table, &Run { range: Range::pages_from(at(50), 5), goal: None }), 0);
+        assert_eq!(mappings_added(&table, &Run { range: Range::pages_from(at(50), 5), target: None }), 0);
     }
 }

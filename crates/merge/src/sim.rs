@@ -1,4 +1,4 @@
-//! A simulated machine: processes whose memory is merged, without a kernel.
+//! A simulated machine: processes with memory to merge, without a kernel.
 //!
 //! It is the second implementer of [`Client`](crate::Client), and an example of that seam. A [`Process`] is what a program
 //! sees of its memory: it writes, reads, discards, unmaps, maps, moves, forks, exits. Its [`SimClient`] is what

@@ -30,7 +30,7 @@ counters! {
     full_scans,
     /// Of those: without a look at the memory, for the process had no page fault since the last.
     looks_left_out,
-    /// Pages whose bytes were read and fingerprinted.
+    /// Pages that were read and fingerprinted.
     pages_fingerprinted,
     /// Pages mapped to slots.
     pages_merged,
@@ -122,9 +122,9 @@ pub fn why_word(why: RefusalReason) -> &'static str {
 pub struct DomainStats {
     /// Its name.
     pub name: String,
-    /// User id of its clients; whoever keeps the domain fills it in.
+    /// User id of its clients; the owner of the domain fills it in.
     pub uid: u32,
-    /// Slots that somebody shares.
+    /// Slots with at least one sharer.
     pub pages_shared: u64,
     /// Mappings of slots.
     pub pages_sharing: u64,
@@ -138,7 +138,7 @@ pub struct DomainStats {
     pub pages: u64,
     /// Bytes in pool segments.
     pub pool_bytes: u64,
-    /// Bytes of pool segments that were let go and that somebody maps still; they count towards the largest size.
+    /// Bytes of released pool segments that a process still maps; they count towards the largest size.
     pub pool_lingering_bytes: u64,
     /// Largest size of the pool.
     pub pool_max_bytes: u64,

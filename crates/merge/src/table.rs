@@ -24,7 +24,7 @@ pub struct Counts {
     pub sleeping: u32,
     /// Candidates.
     pub candidate: u32,
-    /// Candidates whose fingerprint was not looked up yet.
+    /// Candidates with a fingerprint that was not looked up yet.
     pub fresh: u32,
     /// Shared.
     pub shared: u32,
@@ -65,7 +65,7 @@ impl Counts {
         }
     }
 
-    /// Pages whose content changes: all that need a look but the refused and broken ones.
+    /// Pages with changing content: all that need a look but the refused and broken ones.
     pub fn volatile(&self) -> u32 {
         self.busy - self.broken - self.refused
     }
@@ -83,7 +83,7 @@ pub enum Huge {
     Split,
 }
 
-/// Which pages of a chunk are in the index as candidates, for everybody who meets an entry of theirs.
+/// Which pages of a chunk are in the index as candidates, for any worker that finds an entry of theirs.
 ///
 /// A set bit says that the page was entered and, as far as anybody knows, still has that content. It is a hint: what a
 /// stale hint costs is a comparison.

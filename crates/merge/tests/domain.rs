@@ -32,7 +32,7 @@ impl Bench {
         Bench::new(Config::default(), Options::default())
     }
 
-    /// A process whose pages have these contents, and its client.
+    /// A process with pages of these contents, and its client.
     fn add(&self, contents: impl IntoIterator<Item = u32>) -> (Process, Range, ClientId) {
         let process = self.machine.spawn();
         let contents: Vec<u32> = contents.into_iter().collect();
@@ -69,7 +69,7 @@ fn equal_pages_take_one_slot_however_many_they_are() {
 /// A look reads the tables of all of a client's pages.
 #[test]
 fn memory_at_rest_is_looked_at_once_in_sixteen_periods() {
-    let mut bench = Bench::new(Config { calm_pages_min: 0, ..Config::default() }, Options::default());
+    let mut bench = Bench::new(Config { idle_pages_min: 0, ..Config::default() }, Options::default());
     let (process, range, _) = bench.add((0..300).map(|page| 2 + page % 100));
     bench.periods(12);
     assert_eq!(bench.domain.stats().pages_sharing, 300);
@@ -92,7 +92,7 @@ fn memory_at_rest_is_looked_at_once_in_sixteen_periods() {
     assert_eq!((bench.domain.stats().pages_sharing, bench.domain.stats().pages_unshared), (300, 0));
 }
 
-/// Two contents whose fingerprints begin alike are one for the index.
+/// Two contents with fingerprints that begin alike are one for the index.
 #[test]
 fn what_only_looks_like_a_slot_is_not_compared_for_ever() {
     // The 8 bits of the smallest index, and the 23 that its leaves know beyond.
@@ -103,7 +103,7 @@ fn what_only_looks_like_a_slot_is_not_compared_for_ever() {
         seen.insert(like, content).map(|other| (other, content))
     });
     let (a, b) = alike.expect("some fingerprints are alike");
-    let config = Config { index_capacity: 64, calm_pages_min: 0, ..Config::default() };
+    let config = Config { index_capacity: 64, idle_pages_min: 0, ..Config::default() };
     let mut bench = Bench::new(config, Options::default());
     bench.add([a; 40]);
     bench.periods(8);
@@ -132,8 +132,8 @@ fn looks_that_are_left_out_would_have_changed_nothing() {
             random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (random >> 33) % limit
         };
-        let make = |calm_pages_min| {
-            let config = Config { calm_pages_min, pool_max_bytes: 1 << 20, ..Config::default() };
+        let make = |idle_pages_min| {
+            let config = Config { idle_pages_min, pool_max_bytes: 1 << 20, ..Config::default() };
             let bench = Bench::new(config, Options::default());
             let added = [60, 61, 400].map(|contents| bench.add((0..120).map(|page| page * 7 % contents)));
             (bench, added)
@@ -244,7 +244,7 @@ fn isolated_duplicates_stay_within_the_budget_and_are_reported() {
     assert!(limited.iter().sum::<u64>() > 0, "{limited:?}");
 }
 
-/// A slot that neither side has mappings left for would be memory that nobody gives back.
+/// A slot that neither side has mappings left for would be memory that is never given back.
 #[test]
 fn what_the_budget_leaves_out_takes_no_memory() {
     const PAGES: u32 = 4000;
@@ -286,7 +286,7 @@ fn long_runs_are_no_claim_on_the_budget() {
     assert_eq!((stats.pages_sharing, stats.events.over_vma_budget), (2 * u64::from(PAGES), 0));
 }
 
-/// Who has no mappings left is not in the way of others that have its contents too.
+/// A client without mappings left does not hold up others that have its contents too.
 #[test]
 fn twins_with_room_find_each_other_past_one_without() {
     const PAGES: u32 = 1000;
@@ -568,7 +568,7 @@ fn segments_of_dead_slots_are_emptied() {
     let (b, in_b, _) = bench.add(contents());
     let (.., private) = bench.add(contents());
     bench.periods(8);
-    // Who has its memory back is left alone for good, and does not keep the others from it.
+    // A client that got its memory back is left alone for good, and does not hold up the others.
     assert_eq!(bench.domain.unmerge(private), Ok(Unmerged { pages: 3 * slots, left: 0 }));
     assert_eq!(bench.domain.stats().pool_bytes, 3 * slots * PAGE);
     // Seven of eight pages get contents of their own, in both.
@@ -584,7 +584,7 @@ fn segments_of_dead_slots_are_emptied() {
     assert_eq!(bench.domain.pool().stats().segments_released, 3);
 }
 
-/// What an earlier daemon merged is in the next one's books in the end, and shared with who comes later.
+/// Memory that an earlier daemon merged is in the next one's books in the end, and shared with later clients.
 #[test]
 fn segments_of_an_earlier_daemon_are_left() {
     let mut bench = Bench::new(Config::default(), Options { pages_max: 10_000, ..Options::default() });
@@ -607,7 +607,7 @@ fn segments_of_an_earlier_daemon_are_left() {
     assert_eq!(bench.domain.stats().pages_shared, 3000);
 }
 
-/// Who cannot be moved keeps the segment, and the segment its use: others that have its contents share it again.
+/// A client that cannot be moved keeps the segment in use: others that have its contents share it again.
 #[test]
 fn a_segment_that_cannot_be_emptied_serves_on() {
     let slots = (SEGMENT_LEN / PAGE_SIZE) as u64;
@@ -817,8 +817,8 @@ fn records_keep_to_the_room_that_there_is() {
     assert_eq!(pages(&bench), all.pages());
 }
 
-/// An audit wants all clients at rest. One of them that does not answer keeps it waiting, and nobody else: not who comes,
-/// not who goes, and not who is to be merged.
+/// An audit wants all clients at rest. One of them that does not answer keeps only the audit waiting: no
+/// client that comes or goes or is to be merged.
 #[test]
 fn nobody_waits_with_an_audit() {
     let bench = Bench::simple();
@@ -865,7 +865,7 @@ fn a_client_in_hand_is_not_due() {
     assert_eq!(bench.domain.due_ns(), Some(1000));
 }
 
-/// Mail has its owner stepped soon, but not before who has waited longer.
+/// A notice has its owner stepped soon, but not before clients that have waited longer.
 #[test]
 fn clients_that_find_each_other_do_not_starve_a_third() {
     let mut bench = Bench::simple();
@@ -881,7 +881,7 @@ fn clients_that_find_each_other_do_not_starve_a_third() {
     };
     bench.domain.add(Box::new(Scripted { honest: process.client(), claims: None, at: Box::new(at) }));
     for _ in 0..8 {
-        // All three have waited for the end of the period, and the first two have mail for each other in between.
+        // All three have waited for the end of the period, and the first two have notices for each other in between.
         bench.now_ns += bench.domain.config().period_ns + 10;
         let before = asked.load(Ordering::Relaxed);
         for _ in 0..3 {
@@ -893,7 +893,7 @@ fn clients_that_find_each_other_do_not_starve_a_third() {
     assert!(a.slots().len() + b.slots().len() > 400, "they did find each other");
 }
 
-/// Who was given its memory back in the middle of looking up has nothing to look up: nobody waits for it.
+/// A client that got its memory back in the middle of its lookups has nothing to look up: no worker waits for it.
 #[test]
 fn nobody_waits_for_who_was_unmerged() {
     let mut bench = Bench::new(Config::default(), Options { pages_max: 1 << 17, ..Options::default() });

@@ -40,7 +40,7 @@ fn records_of_pages_without_a_twin_take_sixteen_bytes_each() {
 
 #[test]
 fn records_of_pages_shared_in_runs_take_twenty_four_bytes_each() {
-    // The least sharing there is: two of a kind, in runs of 64 whose order differs.
+    // The least sharing there is: two of a kind, in runs of 64 in different orders.
     let run =
         |process: u32, page: u32| 2 * ((page / 64 * if process == 0 { 1 } else { 5 } % 1024) * 64 + page % 64 + 1);
     let (bytes, pages, sharing) = metadata(2, 64 << 10, run);

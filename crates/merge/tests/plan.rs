@@ -2,7 +2,7 @@
 
 use pagefold_merge::client::FREEZE_PAGES_MAX;
 use pagefold_merge::page::State;
-use pagefold_merge::plan::{Goal, Run, mappings_added, run_pages_min, runs, spans};
+use pagefold_merge::plan::{Run, TargetSlot, mappings_added, run_pages_min, runs, spans};
 use pagefold_merge::table::Table;
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
@@ -38,7 +38,7 @@ fn edges(table: &Table) -> i64 {
     (0..PAGES - 1).filter(|page| !joined(*page)).count() as i64
 }
 
-fn goal() -> impl Strategy<Value = Goal> {
+fn target() -> impl Strategy<Value = TargetSlot> {
     prop_oneof![Just(None), (0..60u32).prop_map(|slot| Some(Slot::from_number(SLOTS_PER_SEGMENT - 30 + slot)))]
 }
 
@@ -56,7 +56,7 @@ proptest! {
             if addrs().any(|addr| slot_of(table.state(addr)).is_some()) {
                 continue;
             }
-            let run = Run { range, goal: Some(Slot::from_number(slot)) };
+            let run = Run { range, target: Some(Slot::from_number(slot)) };
             let (before, added) = (edges(&table), mappings_added(&table, &run));
             for (offset, addr) in addrs().enumerate() {
                 table.set(addr, State::Shared(Slot::from_number(slot + offset as u32)));
@@ -67,29 +67,29 @@ proptest! {
 
     #[test]
     fn runs_and_spans_hold_every_page_once_and_in_order(
-        goals in proptest::collection::btree_map(0..PAGES, goal(), 0..400),
+        targets in proptest::collection::btree_map(0..PAGES, target(), 0..400),
         merged in proptest::collection::btree_set(0..PAGES, 0..20),
     ) {
         let mut table = table();
-        for page in merged.iter().filter(|page| !goals.contains_key(page)) {
+        for page in merged.iter().filter(|page| !targets.contains_key(page)) {
             table.set(START + page * PAGE, State::Shared(Slot::from_number(9)));
         }
-        let pairs: Vec<(u64, Goal)> = goals.iter().map(|(page, goal)| (START + page * PAGE, *goal)).collect();
+        let pairs: Vec<(u64, TargetSlot)> = targets.iter().map(|(page, target)| (START + page * PAGE, *target)).collect();
         let runs = runs(pairs.iter().copied());
-        let listed = |range: Range, goal: &dyn Fn(u64) -> Goal| -> Vec<(u64, Goal)> {
-            (0..range.pages()).map(|page| (range.start + page * PAGE, goal(page))).collect()
+        let listed = |range: Range, target: &dyn Fn(u64) -> TargetSlot| -> Vec<(u64, TargetSlot)> {
+            (0..range.pages()).map(|page| (range.start + page * PAGE, target(page))).collect()
         };
-        let of_runs: Vec<(u64, Goal)> =
-            runs.iter().flat_map(|run| listed(run.range, &|page| run.goal_at(page))).collect();
+        let of_runs: Vec<(u64, TargetSlot)> =
+            runs.iter().flat_map(|run| listed(run.range, &|page| run.target_at(page))).collect();
         prop_assert_eq!(&of_runs, &pairs);
         for run in &runs {
-            if let Some(first) = run.goal {
-                let last = run.goal_at(run.range.pages() - 1).unwrap();
+            if let Some(first) = run.target {
+                let last = run.target_at(run.range.pages() - 1).unwrap();
                 prop_assert_eq!(first.segment(), last.segment(), "a run of slots is one mapping");
             }
         }
         let pieces = spans(&table, &runs);
-        let of_pieces: Vec<(u64, Goal)> = pieces
+        let of_pieces: Vec<(u64, TargetSlot)> = pieces
             .iter()
             .flat_map(|piece| {
                 let at = |page: u64| piece.slot.map(|slot| Slot::from_number(slot.number() + page as u32));
@@ -102,8 +102,8 @@ proptest! {
             prop_assert!((last - first) / PAGE <= FREEZE_PAGES_MAX);
             let frozen = (first..last).step_by(PAGE_SIZE);
             prop_assert!(frozen.into_iter().all(|addr| slot_of(table.state(addr)).is_none()), "merged pages never freeze");
-            let planned: u64 = span.iter().map(|piece| piece.range.pages()).sum();
-            prop_assert!(planned * 4 >= (last - first) / PAGE, "a quarter at least is to be merged");
+            let held_segments: u64 = span.iter().map(|piece| piece.range.pages()).sum();
+            prop_assert!(held_segments * 4 >= (last - first) / PAGE, "a quarter at least is to be merged");
         }
     }
 

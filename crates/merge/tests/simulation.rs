@@ -112,7 +112,7 @@ fn when_writers_rest_every_duplicate_is_merged() {
     }
 }
 
-/// A client of a process whose threads act while pages are merged, and else rest: written before, a huge page is not one that is
+/// A client of a process with threads that act while pages are merged, and else rest: written before, a huge page is not one that is
 /// merged whole.
 fn stirred_by_merges(honest: SimClient, machine: &Machine) -> Scripted {
     let machine = machine.clone();

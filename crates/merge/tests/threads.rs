@@ -21,7 +21,7 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
         dead_slots_min: 1,
         copies: 3,
         copies_from: 4,
-        calm_pages_min: 0,
+        idle_pages_min: 0,
         ..Config::default()
     };
     let domain = Domain::with_key(config, Key::from_seed(seed)).unwrap();
@@ -35,11 +35,11 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
     (0..4).for_each(|_| start());
     let mut wrong = Vec::new();
     std::thread::scope(|scope| {
-        for seat in [None, Some(0), Some(1)] {
+        for cpu in [None, Some(0), Some(1)] {
             let (done, now_ns, domain) = (&done, &now_ns, &domain);
             scope.spawn(move || {
                 while !done.load(Ordering::Relaxed) {
-                    if domain.step_any(now_ns.load(Ordering::Relaxed), seat, &mut Vec::new()).is_none() {
+                    if domain.step_any(now_ns.load(Ordering::Relaxed), cpu, &mut Vec::new()).is_none() {
                         now_ns.fetch_add(PERIOD_NS / 4, Ordering::Relaxed);
                         std::thread::yield_now();
                     }

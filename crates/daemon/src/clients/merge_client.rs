@@ -472,15 +472,15 @@ impl Client for MergeClient {
         Ok(())
     }
 
-    fn part(&mut self, away: bool) -> Result<bool, Gone> {
-        Ok(self.ask_for(Op::Lend, 0, u64::from(away), 0, &[])?.is_ok())
+    fn lend_memory(&mut self, lent: bool) -> Result<bool, Gone> {
+        Ok(self.ask_for(Op::Lend, 0, u64::from(lent), 0, &[])?.is_ok())
     }
 
-    fn is_away(&self) -> bool {
+    fn is_lent(&self) -> bool {
         self.away
     }
 
-    fn rest(&mut self) {
+    fn release_buffers(&mut self) {
         if std::mem::take(&mut self.room) > 0 {
             self.shared.channel.release_pages();
         }

@@ -1,14 +1,14 @@
 //! Compaction: merged pages are moved out of segments that should go.
 //!
-//! A segment keeps all its memory until nobody shares a slot of it. So one of mostly dead slots is *retired*: its slots
+//! A segment keeps all its memory while any slot of it is shared. So a segment of mostly dead slots is *retired*: its slots
 //! get no more sharers. Each client gets its pages of it back as plain memory, in its own period; two periods later they
 //! are candidates, find their twins, and share slots of the segment that is being filled. With its last sharer the
-//! segment goes. Clients whose pages cannot be moved (they may be pinned) end the attempt, and the segment serves on.
+//! segment goes. A client with pages that cannot be moved (they may be pinned) ends the attempt, and the segment stays in use.
 //!
-//! Segments of an earlier daemon are left in the same way, a window of slots at a time: who shares them can then share
+//! Segments of an earlier daemon are emptied in the same way, a window of slots at a time: their sharers can then share
 //! with others again, and the books know them.
 
-use super::period::within;
+use super::watch_stage::within;
 use super::{Domain, Entry, Member, Work};
 use crate::client::{Gone, PoolMapping};
 use pagefold_os::sync::{lock, read};
@@ -39,7 +39,7 @@ pub(super) struct Compaction {
     tried: BTreeSet<(u64, u32)>,
 }
 
-/// Where pages are moved away.
+/// Where pages are moved away from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     /// A retired segment.
@@ -49,7 +49,7 @@ enum Place {
 }
 
 impl Domain {
-    /// Moves the client's pages away from where all move away, if there is such a place.
+    /// Moves the client's pages out of a segment that is being emptied, if there is one.
     pub(super) fn compact_pool(&self, work: &mut Work) -> Result<(), Gone> {
         let Some(place) = self.place_to_leave(work) else { return Ok(()) };
         let (inode, slots, may_show) = match place {
@@ -76,7 +76,7 @@ impl Domain {
         }
         let moved = self.heal(work, &pieces)?;
         self.count(|c| &c.compacted, moved);
-        self.stir();
+        self.mark_index_dirty();
         Ok(())
     }
 
@@ -107,8 +107,8 @@ impl Domain {
             compaction.from = None;
             compaction.periods = WASTEFUL_PERIODS * clients;
         }
-        // Who is paused moves nothing, if it has something to move; and while pages are looked up, slots are about to be
-        // shared. Who is away moves nothing either, but that a client says of itself: it shall not keep the others from it.
+        // A paused client that has pages to move moves none; and while pages are looked up, slots are about to be shared.
+        // A client with lent memory moves none either. But a client says that of itself, so it must not hold up the others.
         let at_rest = !paused && self.indexing.load(Ordering::Acquire) == 0;
         let wasteful = self.pool.wasteful(self.config.dead_slots_min);
         compaction.periods = if wasteful.is_some() { compaction.periods + 1 } else { 0 };
@@ -134,18 +134,18 @@ impl Domain {
     /// Offers a retired segment's slots again: entries of theirs may have gone, and pages with their content come as
     /// candidates in the meantime.
     fn keep(&self, segment: u32) {
-        let mut mail = Vec::new();
+        let mut notices = Vec::new();
         self.pool.keep(segment, |slot, page| {
             let fingerprint = self.key.fingerprint(page);
             let mine = Entry::Slot(slot).value();
-            // A full index, or a slot elsewhere: then this one serves those who share it, and nobody else.
+            // A full index, or a slot elsewhere: then this slot gets no new sharers.
             let Ok(Some(found)) = self.index.get_or_insert(fingerprint, mine) else { return };
             let entry = Entry::from_value(found);
             if matches!(entry, Entry::Candidate { .. }) && self.index.replace(fingerprint, found, mine) {
-                mail.push((entry, Some(slot)));
+                notices.push((entry, Some(slot)));
             }
         });
-        self.post(&mail);
+        self.notify_owners(&notices);
     }
 }
 

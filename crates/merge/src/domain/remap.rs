@@ -3,7 +3,7 @@
 use super::{Domain, Member, Work};
 use crate::client::{Gone, Outcome, PIECES_MAX, Piece};
 use crate::page::{BACKOFF_MAX, State};
-use crate::plan::{self, Goal, Run};
+use crate::plan::{self, Run, TargetSlot};
 use crate::table::Huge;
 use pagefold_os::{PAGE_SIZE, Range, sched};
 use pagefold_protocol::message::RefusalReason;
@@ -22,24 +22,24 @@ const REFUSED_PERIODS: u32 = 16;
 impl Domain {
     /// Merges what other clients' steps found about our candidates.
     pub(super) fn take_inbox(&self, member: &Member, work: &mut Work) -> Result<bool, Gone> {
-        let mut mail = self.mail(member);
-        if mail.is_empty() {
+        let mut notices = self.notices(member);
+        if notices.is_empty() {
             return Ok(false);
         }
-        mail.sort_unstable_by_key(|(addr, _)| *addr);
-        mail.dedup_by_key(|(addr, _)| *addr);
-        for (addr, _) in &mail {
+        notices.sort_unstable_by_key(|(addr, _)| *addr);
+        notices.dedup_by_key(|(addr, _)| *addr);
+        for (addr, _) in &notices {
             if let Some((chunk, _)) = work.table.find_mut(*addr)
                 && let Huge::Wait(_, backoff) = chunk.huge
             {
-                // Somebody shares its content by now: probe it in the next period.
+                // Another client shares its content by now: probe it in the next period.
                 chunk.huge = Huge::Wait(0, backoff);
             }
         }
-        for (addr, _) in mail.iter().filter(|(_, slot)| slot.is_none()) {
+        for (addr, _) in notices.iter().filter(|(_, slot)| slot.is_none()) {
             look_up_again(work, Range::pages_from(*addr, 1));
         }
-        let candidates = mail.iter().filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
+        let candidates = notices.iter().filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
         let runs = plan::runs(candidates.filter_map(|(addr, slot)| slot.map(|slot| (*addr, Some(slot)))));
         let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(|run| run.range.pages() >= 16);
         work.defer(later);
@@ -55,9 +55,9 @@ impl Domain {
         }
         let waiting = work.take_deferred();
         // Pieces that came by different ways may be neighbours by now, or name a page twice.
-        let mut pairs: Vec<(u64, Goal)> = waiting
+        let mut pairs: Vec<(u64, TargetSlot)> = waiting
             .iter()
-            .flat_map(|run| (0..run.range.pages()).map(|page| (run.range.start + page * PAGE, run.goal_at(page))))
+            .flat_map(|run| (0..run.range.pages()).map(|page| (run.range.start + page * PAGE, run.target_at(page))))
             .collect();
         pairs.sort_by_key(|(addr, _)| *addr);
         pairs.dedup_by_key(|(addr, _)| *addr);
@@ -167,7 +167,7 @@ impl Domain {
                 pieces[at..].iter().for_each(|piece| self.unreserve(piece, 0));
                 return Err(gone);
             }
-            work.calm = None;
+            work.idle = None;
             let result = work.client.remap(&self.pool, &pieces[at..end], &mut outcomes);
             outcomes.resize(end - at, Outcome { merged: 0, why: RefusalReason::NotAnonymous });
             for (piece, outcome) in pieces[at..end].iter().zip(&outcomes) {
@@ -230,12 +230,12 @@ impl Domain {
     fn settle(&self, work: &mut Work, piece: &Piece, outcome: Outcome, predicted: bool, rest: &mut Vec<Run>) -> u64 {
         let pages = piece.range.pages() as u32;
         let merged = outcome.merged.min(pages);
-        let done = Run { range: Range::pages_from(piece.range.start, u64::from(merged)), goal: piece.slot };
+        let done = Run { range: Range::pages_from(piece.range.start, u64::from(merged)), target: piece.slot };
         if merged > 0 {
             work.mappings += plan::mappings_added(&work.table, &done);
         }
         for page in 0..merged {
-            let state = match done.goal_at(u64::from(page)) {
+            let state = match done.target_at(u64::from(page)) {
                 Some(slot) => State::Shared(slot),
                 None => State::Zero,
             };
@@ -251,14 +251,14 @@ impl Domain {
         }
         self.unreserve(piece, merged);
         let failed = piece.range.start + u64::from(merged) * PAGE;
-        let whole = Run { range: piece.range, goal: piece.slot };
+        let whole = Run { range: piece.range, target: piece.slot };
         if outcome.why == RefusalReason::Limit {
             work.rest_until = work.period + REST_PERIODS;
         }
         if predicted {
             // Not a page that changed, but a guess that was wrong; the fingerprint decides.
             self.count(|c| &c.compare_failed, u64::from(rest.is_empty()));
-            rest.push(Run { range: Range { start: failed, end: piece.range.end }, goal: None });
+            rest.push(Run { range: Range { start: failed, end: piece.range.end }, target: None });
             return u64::from(merged);
         }
         Self::refuse(work, outcome.why);
@@ -280,8 +280,8 @@ impl Domain {
         };
         work.table.set(failed, state);
         if failed + PAGE < piece.range.end {
-            let goal = whole.goal_at(u64::from(merged) + 1);
-            rest.push(Run { range: Range { start: failed + PAGE, end: piece.range.end }, goal });
+            let target = whole.target_at(u64::from(merged) + 1);
+            rest.push(Run { range: Range { start: failed + PAGE, end: piece.range.end }, target });
         }
         u64::from(merged)
     }
@@ -303,8 +303,8 @@ pub(super) fn look_up_again(work: &mut Work, range: Range) {
     }
 }
 
-/// The parts of `run` whose pages are (still) candidates.
+/// The parts of `run` that are (still) candidates.
 fn candidates_of(work: &Work, run: Run) -> Vec<Run> {
-    let pages = (0..run.range.pages()).map(|page| (run.range.start + page * PAGE, run.goal_at(page)));
+    let pages = (0..run.range.pages()).map(|page| (run.range.start + page * PAGE, run.target_at(page)));
     plan::runs(pages.filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. })))
 }

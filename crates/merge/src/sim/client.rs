@@ -28,16 +28,28 @@ enum Found {
     Equal,
 }
 
+impl Process {
+    /// The client through which a domain merges this process.
+    ///
+    /// It is a new connection to the agent: what an earlier one registered is gone with it.
+    pub fn client(&self) -> SimClient {
+        for entry in self.lock().entries.values_mut() {
+            (entry.watched, entry.protected, entry.held) = (false, false, false);
+        }
+        SimClient::new(self.clone())
+    }
+}
+
 impl SimClient {
     pub(super) fn new(process: Process) -> SimClient {
         SimClient { process, held: BTreeMap::new() }
     }
 
-    /// As [`enter`](Self::enter), for who changes plain memory: that is nobody's business while somebody else has it.
+    /// As [`enter`](Self::enter), for calls that change plain memory: they are wrong while that memory is lent.
     fn enter_own(&self) -> Result<(MutexGuard<'_, Memory>, &Arc<Shared>), Gone> {
         let (memory, shared) = self.enter()?;
-        if memory.away {
-            shared.fail(format!("process {} is away and worked on", memory.pid));
+        if memory.lent {
+            shared.fail(format!("process {} is lent and worked on", memory.pid));
         }
         Ok((memory, shared))
     }
@@ -113,7 +125,7 @@ impl Client for SimClient {
         for range in ranges {
             step(&mut memory, shared)?;
             // Another descriptor has the pool mappings, or all: the kernel refuses the whole range.
-            if memory.away || memory.entries.range(range.start..range.end).any(|(_, entry)| entry.is_pool()) {
+            if memory.lent || memory.entries.range(range.start..range.end).any(|(_, entry)| entry.is_pool()) {
                 continue;
             }
             memory.entries.range_mut(range.start..range.end).for_each(|(_, entry)| entry.watched = true);
@@ -200,7 +212,7 @@ impl Client for SimClient {
             *page = entry.visible().map_or([0xA5; PAGE_SIZE], page_of);
             memory.faults += u64::from(faulted);
             step(&mut memory, shared)?;
-            // Who writes meanwhile leaves half of the old bytes in the copy.
+            // A write meanwhile leaves half of the old bytes in the copy.
             if let Some(now) = memory.entries.get(&addr).and_then(Entry::visible) {
                 page[PAGE_SIZE / 2..].copy_from_slice(&page_of(now)[PAGE_SIZE / 2..]);
             }
@@ -265,9 +277,9 @@ impl Client for SimClient {
         Ok(())
     }
 
-    fn part(&mut self, away: bool) -> Result<bool, Gone> {
+    fn lend_memory(&mut self, lent: bool) -> Result<bool, Gone> {
         let (mut memory, _) = self.enter()?;
-        memory.away = away;
+        memory.lent = lent;
         memory.generation += 1;
         for entry in memory.entries.values_mut().filter(|entry| !entry.is_pool()) {
             (entry.watched, entry.protected) = (false, false);
@@ -275,8 +287,8 @@ impl Client for SimClient {
         Ok(true)
     }
 
-    fn is_away(&self) -> bool {
-        self.process.lock().away
+    fn is_lent(&self) -> bool {
+        self.process.lock().lent
     }
 }
 
@@ -351,7 +363,7 @@ fn remap_span(
     } else {
         memory.split(span);
     }
-    // What differs goes back. Whoever discards meanwhile waits for us to read his event.
+    // What differs goes back. A thread that discards meanwhile waits until its event is read.
     for addr in pages_of(span) {
         if matches!(found[&addr], Found::Staged | Found::Hole) {
             drop_discarded(memory, &mut found);
@@ -402,7 +414,7 @@ fn freeze(memory: &mut Memory, addr: u64) -> Found {
         Frame::Own { exclusive: false, .. } | Frame::Swapped { exclusive: false, .. } => {
             return Found::Left(RefusalReason::Pinned);
         }
-        // What is in swap is moved as well, but nobody looks at it.
+        // Pages in swap are moved as well, but not compared.
         Frame::None | Frame::Swapped { .. } => Found::Hole,
         Frame::Zero | Frame::Own { .. } => Found::Staged,
     };
@@ -487,7 +499,7 @@ fn map_piece(memory: &mut Memory, shared: &Shared, held: &Held, piece: &Piece, o
     let mut refused = file.is_none();
     if let Some(file) = file {
         for (page, addr) in pages_of(range).enumerate() {
-            // Unmapped meanwhile by a raw call: the mapping that appears is nobody's, until the process ends.
+            // Unmapped meanwhile by a raw call: the mapping that appears belongs to no client until the process ends.
             let before = memory.entries.get(&addr);
             let managed = before.is_some_and(|entry| entry.managed);
             let excluded = before.is_some_and(|entry| entry.excluded);
@@ -565,7 +577,7 @@ fn heal(memory: &mut Memory, shared: &Arc<Shared>, range: Range) -> Result<bool,
     Ok(true)
 }
 
-/// A client that lies, in every way that the trait leaves open. Its own process suffers, and nobody else.
+/// A client that lies, in every way that the trait leaves open. Only its own process may suffer.
 #[derive(Debug)]
 pub struct Hostile {
     honest: SimClient,
@@ -705,12 +717,16 @@ impl Client for Hostile {
         self.honest.forget(pool)
     }
 
-    fn part(&mut self, away: bool) -> Result<bool, Gone> {
-        // Who lies says one thing and stays.
-        if self.lies() { self.honest.part(false).map(|_| self.rng.chance(500)) } else { self.honest.part(away) }
+    fn lend_memory(&mut self, lent: bool) -> Result<bool, Gone> {
+        // A liar reports that it left and stays.
+        if self.lies() {
+            self.honest.lend_memory(false).map(|_| self.rng.chance(500))
+        } else {
+            self.honest.lend_memory(lent)
+        }
     }
 
-    fn is_away(&self) -> bool {
-        self.honest.is_away()
+    fn is_lent(&self) -> bool {
+        self.honest.is_lent()
     }
 }

@@ -1,6 +1,5 @@
 //! The machine and its processes: the program's side of the simulation.
 
-use super::client::SimClient;
 use super::{Content, Rng, content_of};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -56,7 +55,7 @@ impl Default for Options {
     }
 }
 
-/// A segment's file; it lives as long as somebody maps it.
+/// A segment's file; it lives as long as a process maps it.
 #[derive(Debug)]
 pub(super) struct File {
     pub(super) segment: u32,
@@ -78,7 +77,7 @@ impl File {
         *lock(&self.contents).entry(index).or_insert_with(|| self.read(index))
     }
 
-    /// A slot whose bytes are not what they once were.
+    /// A slot with bytes that are not what they once were.
     fn changed(&self) -> Option<u32> {
         lock(&self.contents).iter().find(|(index, content)| self.read(**index) != **content).map(|(index, _)| *index)
     }
@@ -253,8 +252,8 @@ pub(super) struct Memory {
     pub(super) generation: u64,
     /// Page faults, as the kernel counts them.
     pub(super) faults: u64,
-    /// Somebody else has the plain memory: nothing of it is watched, and nothing is to be merged.
-    pub(super) away: bool,
+    /// The plain memory is lent: nothing of it is watched, and nothing may be merged.
+    pub(super) lent: bool,
     next_addr: u64,
     /// Where something was unmapped.
     vacated: Vec<u64>,
@@ -312,7 +311,7 @@ impl Machine {
         Process { memory, shared: self.shared.clone() }
     }
 
-    /// Processes that were forked since the last call and are nobody's client yet.
+    /// Processes that were forked since the last call and are not clients yet.
     pub fn born(&self) -> Vec<Process> {
         let born = std::mem::take(&mut *lock(&self.shared.born));
         born.into_iter().map(|memory| self.process(memory)).collect()
@@ -333,7 +332,7 @@ impl Machine {
         lock(&self.shared.failure).clone()
     }
 
-    /// Files that exist though neither `pool` holds them nor any process maps them: memory that nobody uses.
+    /// Files that exist though neither `pool` holds them nor any process maps them: leaked memory.
     pub fn idle_files(&self, pool: &Pool) -> usize {
         let mut used: BTreeSet<u64> = BTreeSet::new();
         for process in self.processes() {
@@ -378,7 +377,7 @@ impl Shared {
             events: Vec::new(),
             generation: 1,
             faults: 0,
-            away: false,
+            lent: false,
             next_addr: u64::from(pid) << 40,
             vacated: Vec::new(),
         };
@@ -427,16 +426,6 @@ impl Process {
     /// False once it has exited.
     pub fn is_alive(&self) -> bool {
         self.lock().alive
-    }
-
-    /// The client through which a domain merges this process.
-    ///
-    /// It is a new connection to the agent: what an earlier one registered is gone with it.
-    pub fn client(&self) -> SimClient {
-        for entry in self.lock().entries.values_mut() {
-            (entry.watched, entry.protected, entry.held) = (false, false, false);
-        }
-        SimClient::new(self.clone())
     }
 
     /// Maps `pages` pages of private anonymous memory that is to be merged.
@@ -556,11 +545,11 @@ impl Process {
         held.map(|(addr, file, index)| (addr, Slot::new(file.segment, index))).collect()
     }
 
-    /// The pages that can be merged by whoever has `pool`, zero pages apart, with their contents, and whether each is.
+    /// The pages that the owner of `pool` can merge, zero pages apart, with their contents, and whether each is.
     ///
-    /// Left out: pages that the program excluded, that a fork shared and nobody wrote since, that are pinned, in swap or
+    /// Left out: pages that the program excluded, that a fork shared and that were not written since, that are pinned, in swap or
     /// part of a huge page, or show slots of an earlier daemon; the kernel or the policy leaves those alone. Of pages with a
-    /// hidden write nobody knows.
+    /// hidden write is unknown.
     pub fn mergeable(&self, pool: &Pool) -> Vec<(u64, Content, bool)> {
         let memory = self.lock();
         let pages = memory.entries.iter().filter_map(|(addr, entry)| {
@@ -640,7 +629,7 @@ impl Memory {
                 self.generation += u64::from(!raw);
             }
             Action::Map(pages, aligned) => drop(self.map(pages, aligned)),
-            // A known limit, left out here: nobody keeps a bare call from what is frozen.
+            // A known limit, left out here: nothing keeps a bare call away from a frozen range.
             Action::MapAt(range, Kind::Unseen) if self.guarded.is_some_and(|span| span.overlaps(&range)) => {}
             Action::MapAt(range, kind) => self.map_at(range, kind),
             Action::OnFork(range, on_fork) => self.mark_on_fork(range, on_fork),
@@ -678,7 +667,7 @@ impl Memory {
         self.write_as(addr, content, false);
     }
 
-    /// `by_another`: by a process whose faults these are not, as a debugger.
+    /// `by_another`: by another process, such as a debugger, so that the faults are not counted here.
     fn write_as(&mut self, addr: u64, content: Content, by_another: bool) {
         if self.staged.contains_key(&addr) {
             return self.blocked.push((addr, content));
@@ -708,7 +697,7 @@ impl Memory {
     }
 
     pub(super) fn check(&self, shared: &Shared, addr: u64) {
-        // Who reads a frozen page waits.
+        // A thread that reads a frozen page waits.
         let (Some(truth), false) = (self.truth.get(&addr), self.staged.contains_key(&addr)) else { return };
         let Some(entry) = self.entries.get(&addr) else {
             return shared.fail(format!("process {}: page {addr:#x} is gone", self.pid));
@@ -743,7 +732,7 @@ impl Memory {
                 }
                 return;
             }
-            // A pool mapping that nobody holds shows its bytes again: a known limit, left out here.
+            // A pool mapping that no userfaultfd holds shows its bytes again: a known limit, left out here.
             if self.entries.range(range.start..range.end).any(|(_, entry)| entry.is_pool()) {
                 return;
             }
@@ -895,7 +884,7 @@ impl Memory {
         }
     }
 
-    /// What was frozen is in place again: those who waited go on.
+    /// Frozen pages are in place again: the waiting threads go on.
     pub(super) fn wake(&mut self, shared: &Arc<Shared>) {
         self.guarded = None;
         for (addr, content) in std::mem::take(&mut self.blocked) {

@@ -56,7 +56,7 @@ impl Plan {
             // So few that runs of equal slots are there at all.
             copies: [1, 2, 5][(seed % 3) as usize],
             copies_from: 4,
-            calm_pages_min: [0, 64][(seed % 5 / 3) as usize],
+            idle_pages_min: [0, 64][(seed % 5 / 3) as usize],
         };
         let hostile_one_in = if rng.chance(300) { 3 } else { 0 };
         Plan {
@@ -88,7 +88,7 @@ pub struct Summary {
     pub refuted: u64,
     /// Segments let go.
     pub released: u64,
-    /// At the end of the quiet periods: pages that could be merged and whose content stands twice or more.
+    /// At the end of the quiet periods: pages that could be merged and have content that stands twice or more.
     pub duplicates: u64,
     /// Of those: not merged.
     pub left: u64,
@@ -253,8 +253,8 @@ impl Run {
             (93, Some(_)) if self.rng.chance(300) => self.replace_daemon(),
             // Parked, or back.
             (94, Some((id, _))) => {
-                let away = self.rng.chance(500);
-                if self.domain.part(id, away).is_err() {
+                let lent = self.rng.chance(500);
+                if self.domain.lend_memory(id, lent).is_err() {
                     self.clients.remove(&id);
                 }
             }
@@ -339,8 +339,8 @@ impl Run {
         for id in ids {
             self.domain.pause(id, false);
             // Not of the others: all their memory would be looked at anew, and what was forgotten with it.
-            let away = self.clients.get(&id).is_some_and(|(process, liar)| *liar || process.lock().away);
-            if away && self.domain.part(id, false).is_err() {
+            let lent = self.clients.get(&id).is_some_and(|(process, liar)| *liar || process.lock().lent);
+            if lent && self.domain.lend_memory(id, false).is_err() {
                 self.clients.remove(&id);
             }
         }

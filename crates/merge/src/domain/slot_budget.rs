@@ -1,13 +1,13 @@
 //! Which twins are worth a slot: those that both sides have mappings left for.
 //!
-//! A slot takes memory at once and gives some back only as pages come to show it. Where the budget of mappings of either side is used
-//! up, for runs as short as these, nobody would: a program with many scattered duplicates would have its memory, and the pool a
-//! copy of it. What is left out is tried again as other pages without room are.
+//! A slot takes memory immediately, and saves some only once pages are mapped from it. Where either side has used up its budget of
+//! mappings for runs as short as these, no page would be: a program with many scattered duplicates would keep its memory, and
+//! the pool would hold a copy of it. Pages that are left out are tried again like other pages without room.
 
-use super::fresh::Twin;
+use super::index_stage::Twin;
 use super::{Domain, EDGES, Work, read, remap};
 use crate::ClientId;
-use crate::plan::{self, Goal};
+use crate::plan::{self, TargetSlot};
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_protocol::message::RefusalReason;
 use std::collections::BTreeMap;
@@ -19,14 +19,14 @@ impl Domain {
     /// The `twins` (ascending by address) that are to get slots, beside pages that `known` slots were found for (ascending
     /// but for zeros). Where only the other side has no room the index leads to this one from now on: to the next that comes
     /// it is the better twin.
-    pub(super) fn affordable(&self, work: &mut Work, twins: Vec<Twin>, known: &[(u64, Goal)]) -> Vec<Twin> {
+    pub(super) fn affordable(&self, work: &mut Work, twins: Vec<Twin>, known: &[(u64, TargetSlot)]) -> Vec<Twin> {
         if twins.is_empty() {
             return twins;
         }
-        let (owners, mut claimed) = self.owners(&twins);
-        let mut used = work.mappings + work.promised;
+        let (owners, mut mappings_claimed) = self.owners(&twins);
+        let mut used = work.mappings + work.deferred_mappings;
         let most = EDGES * twins.len() as i64;
-        if claimed.values().chain([&used]).all(|used| self.may_be_short(used + most)) {
+        if mappings_claimed.values().chain([&used]).all(|used| self.may_be_short(used + most)) {
             return twins;
         }
         let mut has_room = vec![true; twins.len()];
@@ -36,16 +36,16 @@ impl Domain {
             _ => false,
         };
         for part in parts(twins.len(), follows) {
-            if let Some(claimed) = owners[part.start].and_then(|(owner, _)| claimed.get_mut(&owner)) {
-                let fits = self.affords(part.len() as u64, EDGES, claimed);
+            if let Some(mappings_claimed) = owners[part.start].and_then(|(owner, _)| mappings_claimed.get_mut(&owner)) {
+                let fits = self.affords(part.len() as u64, EDGES, mappings_claimed);
                 has_room[part].fill(fits);
             }
         }
         // Those of zeros come first, and have no mapping to join.
-        let known: Vec<u64> = known.iter().filter(|(_, goal)| goal.is_some()).map(|(addr, _)| *addr).collect();
+        let known: Vec<u64> = known.iter().filter(|(_, target)| target.is_some()).map(|(addr, _)| *addr).collect();
         let is_known = |addr: u64| known.binary_search(&addr).is_ok();
         let mut worth = Vec::with_capacity(twins.len());
-        let mut letters = Vec::new();
+        let mut notices = Vec::new();
         for part in parts(twins.len(), |a| beside(a) && has_room[a - 1] == has_room[a]) {
             let (first, last) = (twins[part.start].addr, twins[part.end - 1].addr);
             let shared_edges = i64::from(is_known(first.wrapping_sub(PAGE))) + i64::from(is_known(last + PAGE));
@@ -61,13 +61,13 @@ impl Domain {
                     Self::refuse(work, RefusalReason::Limit);
                     remap::put_off(work, twin.addr);
                 } else if self.index.replace(twin.fingerprint, twin.entry.value(), twin.mine) {
-                    letters.push((twin.entry, None));
+                    notices.push((twin.entry, None));
                 } else {
                     remap::look_up_again(work, Range::pages_from(twin.addr, 1));
                 }
             }
         }
-        self.post(&letters);
+        self.notify_owners(&notices);
         worth
     }
 
@@ -76,18 +76,18 @@ impl Domain {
         plan::run_pages_min(used.max(0) as u64, self.config.vma_budget) == 1
     }
 
-    /// Whose the other twins are and where they lie there, and how many mappings each of these clients has claimed.
+    /// The owner and address of each other twin, and how many mappings each of these clients has claimed.
     #[allow(clippy::type_complexity)]
     fn owners(&self, twins: &[Twin]) -> (Vec<Option<(ClientId, u64)>>, BTreeMap<ClientId, i64>) {
         let (chunks, members) = (read(&self.chunks), read(&self.members));
         let owners: Vec<_> = twins.iter().map(|twin| chunks.place(twin.entry)).collect();
-        let mut claimed = BTreeMap::new();
+        let mut mappings_claimed = BTreeMap::new();
         for (client, _) in owners.iter().flatten() {
-            if let (false, Some(member)) = (claimed.contains_key(client), members.get(client)) {
-                claimed.insert(*client, member.claimed.load(Ordering::Relaxed));
+            if let (false, Some(member)) = (mappings_claimed.contains_key(client), members.get(client)) {
+                mappings_claimed.insert(*client, member.mappings_claimed.load(Ordering::Relaxed));
             }
         }
-        (owners, claimed)
+        (owners, mappings_claimed)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The watch stage: one pass over a client per period.
 
-use super::{Calm, ChunkRef, Domain, Entry, Member, Unmerged, Work};
+use super::{ChunkRef, Domain, Entry, Idle, Member, Unmerged, Work};
 use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Indexed, Table};
@@ -27,7 +27,7 @@ const SWEEP_PERIODS: usize = 16;
 const HEAL_REST_PERIODS: u64 = 16;
 /// Looks that are left out in a row at most: writes by others than the process, which its count of faults does not tell, are
 /// seen so much later.
-const CALM_LOOKS: u32 = 15;
+const SKIPPED_LOOKS_MAX: u32 = 15;
 /// Pages of one client that are managed at most (512 GiB); the rest is left alone.
 const PAGES_MAX: u64 = 1 << 27;
 /// Bytes of records about the chunks of one client that need no room to be looked for (half a GiB of addresses): no more than
@@ -45,9 +45,9 @@ impl Domain {
             // What the process cannot tell now it is asked for again.
             work.generation = self.refresh_regions(member.id, work)?.then_some(generation);
         }
-        self.look_if_stirred(work)?;
+        self.look_unless_idle(work)?;
         if end_period(work) {
-            work.calm = None;
+            work.idle = None;
         }
         work.table.compact();
         note_due_probes(work);
@@ -63,8 +63,8 @@ impl Domain {
 
     /// Returns false if the process cannot tell: then what was known stays.
     fn refresh_regions(&self, id: u32, work: &mut Work) -> Result<bool, Gone> {
-        self.stir();
-        work.calm = None;
+        self.mark_index_dirty();
+        work.idle = None;
         let Some(mut ranges) = work.client.regions()? else { return Ok(false) };
         check_regions(&mut ranges)?;
         let has_all = self.keep_to_room(&work.table, &mut ranges);
@@ -87,8 +87,8 @@ impl Domain {
         );
         self.count(|c| &c.discarded, discarded);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
-        // All that is plain, not only what is new to the table: where the program mapped or discarded, memory that nobody
-        // watches may lie at addresses that we know.
+        // All plain memory, not only ranges that are new to the table: where the program mapped or discarded, unwatched memory
+        // may lie at addresses that the table knows.
         let plain: Vec<Range> = ranges.iter().flat_map(|range| without(*range, &mappings)).collect();
         work.client.watch(&plain)?;
         Ok(has_all)
@@ -209,19 +209,19 @@ impl Domain {
         Ok(())
     }
 
-    /// Looks, unless it is known that nothing can have changed: the last look changed nothing, nothing was done since, and
-    /// the process had no page fault, without which no thread of it can write to what is protected.
-    fn look_if_stirred(&self, work: &mut Work) -> Result<(), Gone> {
-        // Counted before the look: who writes meanwhile is found by the next one.
-        let counted = work.table.page_count() >= self.config.calm_pages_min;
+    /// Scans for writes, unless nothing can have changed: the last scan changed nothing, nothing was done since, and
+    /// the process had no page fault, without which none of its threads can write to a protected page.
+    fn look_unless_idle(&self, work: &mut Work) -> Result<(), Gone> {
+        // Counted before the scan: a write during it is found by the next one.
+        let counted = work.table.page_count() >= self.config.idle_pages_min;
         let faults = if counted { work.client.faults() } else { None };
-        if let Some(calm) = work.calm.as_mut().filter(|calm| calm.left > 0 && faults == Some(calm.faults)) {
-            calm.left -= 1;
+        if let Some(idle) = work.idle.as_mut().filter(|idle| idle.left > 0 && faults == Some(idle.faults)) {
+            idle.left -= 1;
             self.count(|c| &c.looks_left_out, 1);
             return Ok(());
         }
         let changed = self.look(work)?;
-        work.calm = faults.filter(|_| !changed).map(|faults| Calm { faults, left: CALM_LOOKS });
+        work.idle = faults.filter(|_| !changed).map(|faults| Idle { faults, left: SKIPPED_LOOKS_MAX });
         Ok(())
     }
 
@@ -264,7 +264,7 @@ impl Domain {
     }
 
     fn note_written(&self, work: &mut Work, report: &Written) -> bool {
-        self.stir();
+        self.mark_index_dirty();
         let mut changed = false;
         let mut addr = report.range.start;
         while addr < report.range.end {
@@ -328,7 +328,7 @@ impl Domain {
             }
         }
         if breaks > 0 {
-            self.stir();
+            self.mark_index_dirty();
         }
         work.breaks += breaks;
         self.count(|c| &c.breaks, breaks);
@@ -346,7 +346,7 @@ impl Domain {
             let pays = self.probe(work, at)?;
             let next = (backoff + 1).min(HUGE_BACKOFF_MAX);
             // One that pays is split by the next look.
-            work.calm = work.calm.filter(|_| !pays);
+            work.idle = work.idle.filter(|_| !pays);
             work.table.chunks_mut()[at].huge = if pays { Huge::Split } else { Huge::Wait(1 << backoff, next) };
         }
         Ok(!due.is_empty())
@@ -426,7 +426,7 @@ impl Domain {
         let mut healed = 0;
         for batch in pieces.chunks(256) {
             let mut done = Vec::new();
-            work.calm = None;
+            work.idle = None;
             work.client.heal(batch, &mut done)?;
             for (range, done) in batch.iter().zip(done) {
                 for addr in (range.start..range.end).step_by(PAGE_SIZE) {
@@ -454,9 +454,9 @@ impl Domain {
     }
 
     pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<Unmerged, Gone> {
-        self.stir();
+        self.mark_index_dirty();
         work.take_deferred();
-        // What was planned is dropped with the mail: looked up anew when work goes on.
+        // Planned merges are dropped with the notices: their pages are looked up anew when work goes on.
         for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.candidate > 0) {
             for index in chunk.pages() {
                 if let State::Candidate { backoff, .. } = chunk.state(index) {
@@ -483,10 +483,10 @@ impl Domain {
     /// Drops index entries of candidates that are none any more, a part in each period.
     fn sweep_index(&self) {
         let Ok(mut sweep) = self.sweep.try_lock() else { return };
-        let stirred = self.stirred.load(Ordering::Relaxed);
-        if stirred != sweep.seen {
-            sweep.seen = stirred;
-            // One more than a round: what was stirred lay in the middle of a part.
+        let index_changes = self.index_changes.load(Ordering::Relaxed);
+        if index_changes != sweep.seen {
+            sweep.seen = index_changes;
+            // One part more than a round: the change may lie in the middle of a part.
             sweep.left = SWEEP_PERIODS + 1;
         }
         if sweep.left == 0 {
@@ -501,7 +501,7 @@ impl Domain {
         });
     }
 
-    /// Lets go of pool segments that nobody shares any more.
+    /// Releases pool segments that have no sharer any more.
     pub(super) fn release_segments(&self) {
         for segment in self.pool.unshared() {
             let key = &self.key;
@@ -515,8 +515,8 @@ impl Domain {
         }
     }
 
-    pub(super) fn mail(&self, member: &Member) -> Vec<(u64, Option<pagefold_pool::Slot>)> {
-        std::mem::take(&mut *lock(&member.inbox))
+    pub(super) fn notices(&self, member: &Member) -> Vec<(u64, Option<pagefold_pool::Slot>)> {
+        std::mem::take(&mut *lock(&member.notices))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The index stage: which slot shall a new candidate show?
 //!
-//! Two ways lead to a slot. A page whose neighbour below has just been merged
+//! Two ways lead to a slot. A page just above one that has been merged
 //! is *predicted* to show the neighbour of that slot: no fingerprint, the
 //! comparison under freeze proves it or not. Otherwise the page is fetched,
 //! fingerprinted and looked up; a hit on another candidate makes a slot for
@@ -9,7 +9,7 @@
 use super::{Domain, Entry, Work, remap};
 use crate::client::{FETCH_PAGES_MAX, Gone};
 use crate::page::State;
-use crate::plan::{self, Goal, Run};
+use crate::plan::{self, Run, TargetSlot};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Huge};
 use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Page, Range, sched};
@@ -115,7 +115,7 @@ impl Domain {
         if pages < PREDICT_MIN {
             return Ok(0);
         }
-        let guess = Run { range: Range::pages_from(run.start, pages), goal: Some(next) };
+        let guess = Run { range: Range::pages_from(run.start, pages), target: Some(next) };
         let merged = self.merge_predicted(work, guess)?;
         self.count(|c| &c.pages_predicted, merged);
         Ok(merged)
@@ -141,7 +141,7 @@ impl Domain {
         began: u64,
     ) -> Result<(), Gone> {
         let addrs = || ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE));
-        let mut goals: Vec<(u64, Goal)> = Vec::new();
+        let mut targets: Vec<(u64, TargetSlot)> = Vec::new();
         let mut pairs: Vec<(Fingerprint, u64)> = Vec::with_capacity(pages.len());
         let mut looked: Vec<Looked> = Vec::with_capacity(pages.len());
         for (index, addr) in addrs().enumerate() {
@@ -153,7 +153,7 @@ impl Domain {
             }
             chunk.set(page, State::Candidate { indexed: true, backoff });
             if is_zero(&pages[index]) {
-                goals.push((addr, None));
+                targets.push((addr, None));
             } else {
                 let me = Entry::Candidate { chunk: chunk.id, page: page as u32 };
                 pairs.push((self.key.fingerprint(&pages[index]), me.value()));
@@ -183,29 +183,29 @@ impl Domain {
                 // The index tells contents apart by some thirty bits. A page of another content than the slot's would be frozen
                 // and compared in vain for ever: it stays as it is until it is written.
                 Some(Entry::Slot(slot)) if failed && self.shows_another(slot, &pages[index]) => {}
-                Some(Entry::Slot(slot)) => goals.push((addr, Some(slot))),
+                Some(Entry::Slot(slot)) => targets.push((addr, Some(slot))),
                 Some(entry) => twins.push(Twin { addr, index, fingerprint, entry, mine }),
             }
         }
-        self.lead_to_copies(&mut goals);
-        let twins = self.affordable(work, twins, &goals);
-        goals.extend(self.publish_twins(work, &twins, pages));
-        goals.sort_unstable_by_key(|(addr, _)| *addr);
-        let runs = plan::runs(goals);
+        self.lead_to_copies(&mut targets);
+        let twins = self.affordable(work, twins, &targets);
+        targets.extend(self.publish_twins(work, &twins, pages));
+        targets.sort_unstable_by_key(|(addr, _)| *addr);
+        let runs = plan::runs(targets);
         self.count(|c| &c.index_ns, sched::monotonic_ns() - hashed);
         // A long run that reaches the end of the batch will go on by prediction, if the slots after it exist: those that this
         // very batch published have none behind them yet.
         let last = ranges.last().map(|range| range.end);
         let follows = |run: &Run| {
-            let next = run.goal_at(run.range.pages()).filter(|_| run.range.pages() >= FOLLOWED_MIN);
+            let next = run.target_at(run.range.pages()).filter(|_| run.range.pages() >= FOLLOWED_MIN);
             next.is_some_and(|next| next.index() != 0 && u64::from(self.pool.published_from(next)) >= PREDICT_MIN)
         };
         // One content again and again goes on with itself, not with what lies behind its slot.
-        let repeats = matches!(&runs[..], [.., before, last] if before.goal == last.goal && last.goal.is_some());
+        let repeats = matches!(&runs[..], [.., before, last] if before.target == last.target && last.target.is_some());
         let goes_on = !repeats && runs.last().is_some_and(|run| Some(run.range.end) == last && follows(run));
         work.block = if goes_on { BLOCK_MIN } else { (work.block * 2).min(FETCH_PAGES_MAX) };
         let at_once = |run: &Run| {
-            run.goal.is_none() || run.range.pages() >= RUN_AT_ONCE || goes_on && Some(run.range.end) == last
+            run.target.is_none() || run.range.pages() >= RUN_AT_ONCE || goes_on && Some(run.range.end) == last
         };
         let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(at_once);
         work.defer(later);
@@ -217,7 +217,7 @@ impl Domain {
         self.pool.with_page(slot, |shown| shown != page).unwrap_or(false)
     }
 
-    /// True for an entry whose slot was let go, or whose page changed or is gone.
+    /// Returns true for an entry of a slot that was released, or of a page that changed or is gone.
     fn is_stale(&self, entry: Entry) -> bool {
         match entry {
             Entry::Slot(slot) => self.pool.published_from(slot) == 0,
@@ -226,9 +226,9 @@ impl Domain {
     }
 
     /// Gives each twin's content a slot, and tells the candidate that had it first.
-    fn publish_twins(&self, work: &mut Work, twins: &[Twin], pages: &[Page]) -> Vec<(u64, Goal)> {
-        let mut goals = Vec::with_capacity(twins.len());
-        let mut mail = Vec::with_capacity(twins.len());
+    fn publish_twins(&self, work: &mut Work, twins: &[Twin], pages: &[Page]) -> Vec<(u64, TargetSlot)> {
+        let mut targets = Vec::with_capacity(twins.len());
+        let mut notices = Vec::with_capacity(twins.len());
         // One content gets one slot, however often it stands here.
         let mut firsts: HashMap<Fingerprint, First> = HashMap::with_capacity(twins.len());
         let (fresh, again): (Vec<&Twin>, Vec<&Twin>) =
@@ -252,17 +252,17 @@ impl Domain {
                 }
             };
             // Ours alone: once we share the slots, they are there for the other candidates as well.
-            work.planned.insert(hold.segment(), hold);
+            work.held_segments.insert(hold.segment(), hold);
             for (offset, twin) in rest[..taken].iter().enumerate() {
                 let slot = Slot::from_number(first.number() + offset as u32);
                 if self.index.replace(twin.fingerprint, twin.entry.value(), Entry::Slot(slot).value()) {
                     firsts.insert(twin.fingerprint, First::Has(slot));
-                    goals.push((twin.addr, Some(slot)));
-                    mail.push((twin.entry, Some(slot)));
+                    targets.push((twin.addr, Some(slot)));
+                    notices.push((twin.entry, Some(slot)));
                 } else if let Some(Entry::Slot(other)) = self.index.get(twin.fingerprint).map(Entry::from_value) {
                     // Another worker gave the content a slot first.
                     firsts.insert(twin.fingerprint, First::Has(other));
-                    goals.push((twin.addr, Some(other)));
+                    targets.push((twin.addr, Some(other)));
                 } else {
                     remap::look_up_again(work, Range::pages_from(twin.addr, 1));
                 }
@@ -271,7 +271,7 @@ impl Domain {
         }
         for twin in again {
             match firsts.get(&twin.fingerprint) {
-                Some(First::Has(slot)) => goals.push((twin.addr, Some(*slot))),
+                Some(First::Has(slot)) => targets.push((twin.addr, Some(*slot))),
                 Some(First::Refused) => {
                     refused += 1;
                     remap::put_off(work, twin.addr);
@@ -280,8 +280,8 @@ impl Domain {
             }
         }
         self.count(|c| if is_full { &c.over_pool_max } else { &c.no_segment }, refused as u64);
-        self.post(&mail);
-        goals
+        self.notify_owners(&notices);
+        targets
     }
 }
 
@@ -304,7 +304,7 @@ struct Looked {
     failed: bool,
 }
 
-/// A page whose content another candidate has as well.
+/// A page with the same content as another candidate.
 #[derive(Clone, Copy)]
 pub(super) struct Twin {
     pub(super) addr: u64,

@@ -5,22 +5,22 @@
 //! matter of its address: so runs join, whenever they were found.
 
 use super::{Domain, Entry, Work, read, write};
-use crate::plan::Goal;
+use crate::plan::TargetSlot;
 use pagefold_os::PAGE_SIZE;
 use pagefold_pool::Slot;
 use std::collections::BTreeMap;
 
 impl Domain {
     /// Has pages (ascending by address) of which very many neighbours show one slot show a run of equal slots instead.
-    pub(super) fn spread(&self, work: &mut Work, pairs: &mut [(u64, Goal)]) {
+    pub(super) fn spread(&self, work: &mut Work, pairs: &mut [(u64, TargetSlot)]) {
         if self.config.copies < 2 {
             return;
         }
         // Ordered, so that a simulation replays.
         let mut neighbours: BTreeMap<Slot, u32> = BTreeMap::new();
         for pair in pairs.windows(2) {
-            if let [(before, Some(slot)), (addr, goal)] = *pair
-                && goal == Some(slot)
+            if let [(before, Some(slot)), (addr, target)] = *pair
+                && target == Some(slot)
                 && before + PAGE_SIZE as u64 == addr
             {
                 *neighbours.entry(slot).or_default() += 1;
@@ -32,9 +32,9 @@ impl Domain {
         if firsts.is_empty() {
             return;
         }
-        for (addr, goal) in pairs {
-            if let Some(first) = goal.and_then(|slot| firsts.get(&slot)) {
-                *goal = Some(self.copy(*addr, *first));
+        for (addr, target) in pairs {
+            if let Some(first) = target.and_then(|slot| firsts.get(&slot)) {
+                *target = Some(self.copy(*addr, *first));
             }
         }
     }
@@ -60,12 +60,12 @@ impl Domain {
         let copies = vec![&page; self.config.copies as usize];
         let mut published = self.pool.publish_in(work.lane, &copies).ok()?;
         if published.taken < copies.len() {
-            // The segment ended. What it took nobody will share; the next one has room for all.
+            // The segment ended. The copies in it get no sharers; the next segment has room for all.
             published =
                 self.pool.publish_in(work.lane, &copies).ok().filter(|published| published.taken == copies.len())?;
         }
         let first = published.first;
-        work.planned.insert(published.hold.segment(), published.hold);
+        work.held_segments.insert(published.hold.segment(), published.hold);
         // Known as what they are before anybody is led to them.
         write(&self.repeats).insert(first);
         if !self.index.replace(fingerprint, Entry::Slot(slot).value(), Entry::Slot(first).value()) {
@@ -76,14 +76,14 @@ impl Domain {
     }
 
     /// Has pages show their own of equal slots where the index leads to the first.
-    pub(super) fn lead_to_copies(&self, goals: &mut [(u64, Goal)]) {
+    pub(super) fn lead_to_copies(&self, targets: &mut [(u64, TargetSlot)]) {
         let repeats = read(&self.repeats);
         if repeats.is_empty() {
             return;
         }
-        for (addr, goal) in goals {
-            if let Some(first) = goal.filter(|slot| repeats.contains(slot) && self.is_published(slot)) {
-                *goal = Some(self.copy(*addr, first));
+        for (addr, target) in targets {
+            if let Some(first) = target.filter(|slot| repeats.contains(slot) && self.is_published(slot)) {
+                *target = Some(self.copy(*addr, first));
             }
         }
     }
