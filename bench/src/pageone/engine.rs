@@ -272,7 +272,7 @@ pub fn daemon(args: &[String]) -> Result<(), Failure> {
         predict: predict == "1",
         ..Config::default()
     });
-    Ok(daemon.run()?)
+    Ok(pagefold_daemon::run(&daemon)?)
 }
 
 #[cfg(test)]

@@ -57,7 +57,7 @@ impl Cleaner {
 
 fn daemon(socket: &Path, cleaner: Cleaner) -> Result<(), Failure> {
     let config = Config { socket: socket.to_owned(), cold: cleaner.config(), ..Config::default() };
-    Ok(Daemon::new(config).run()?)
+    Ok(pagefold_daemon::run(&Daemon::new(config))?)
 }
 
 fn client(socket: &Path, file: &Path) -> Result<(), Failure> {

@@ -6,7 +6,7 @@ use super::handover::pending_children::PendingChildren;
 use super::handover::records;
 use super::prefetcher::Prefetcher;
 use crate::domain_key::DomainKey;
-use pagefold_os::awake::Awake;
+use pagefold_os::cpu_latency::Awake;
 use pagefold_os::sync::lock;
 use pagefold_os::wait;
 use pagefold_tier::Tier;
@@ -78,7 +78,7 @@ impl Group {
         }
         // A thread that talks to its agent finds the connection ended; after that nothing is stored for it any more.
         let _held = lock(&client.link);
-        self.tier.remove_region(region);
+        self.tier.remove_client(region);
     }
 
     /// The name under which the keeper holds the tier.

@@ -11,7 +11,7 @@ use super::random_id::random_id;
 use super::selector::ClientSelector;
 use super::threads;
 use crate::domain_key::DomainKey;
-use pagefold_os::awake::Awake;
+use pagefold_os::cpu_latency::Awake;
 use pagefold_os::sync::lock;
 use pagefold_tier::keeper::Keeper;
 use pagefold_tier::{Backing, BackingFile, Tier};

@@ -36,7 +36,7 @@ pub fn run(daemon: &Arc<Daemon>) -> io::Result<()> {
         let _ = std::fs::remove_file(socket);
         remove_lock(socket, !daemon.cold.is_in_use());
     })?;
-    pagefold_tier::fd_store::tell_ready();
+    pagefold_tier::fd_store::notify_ready();
     let result = accept_until_stopped(daemon, &listener);
     daemon.stop();
     drop(served);

@@ -37,7 +37,7 @@ pub(crate) fn unpark(daemon: &Daemon, clients: &ClientSelector) -> Option<(u64, 
     let returned = lent.into_iter().filter(|pid| !daemon.cold.is_linked(*pid));
     for (domain, id) in returned.flat_map(|pid| daemon.live.clients_of(Some(pid))) {
         // An error means that the client has ended: nothing is left to take back.
-        let _ = domain.part(id, false);
+        let _ = domain.lend_memory(id, false);
     }
     daemon.live.wake_workers();
     moved
@@ -50,13 +50,13 @@ fn lend(daemon: &Daemon, pid: i32, domain: &Domain, id: ClientId) -> Result<(), 
     // A linked client is one of the tier alone, or is parked already.
     while !daemon.cold.is_linked(pid) {
         if !is_lent {
-            let Ok(lent) = domain.part(id, true) else { return Ok(()) };
+            let Ok(lent) = domain.lend_memory(id, true) else { return Ok(()) };
             is_lent = lent;
         } else if !daemon.live.is_connected(pid, id) {
             return Ok(());
         }
         if began.elapsed() > if is_lent { JOIN_TIMEOUT } else { REFUSAL_TIMEOUT } {
-            let _ = domain.part(id, false);
+            let _ = domain.lend_memory(id, false);
             let reason = match (is_lent, daemon.refusals.reason(pid)) {
                 (true, Some(reason)) => reason,
                 (true, None) => "its agent does not come".into(),

@@ -2,7 +2,7 @@
 //!
 //! *The stat cache.* A file with the file system, inode, size, mtime and ctime of the last build has the digest
 //! of the last build: ctime cannot be set back without setting the clock. The exception is a ctime stored in a disk image,
-//! and there the file system's identity changes with each mount ([`pagefold_os::volume`]). A file that changed within the last
+//! and there the file system's identity changes with each mount ([`pagefold_os::filesystem`]). A file that changed within the last
 //! two seconds before its build is not remembered, because a later change could carry the same times. A write through a
 //! mapping changes no time while the page is dirty: dirty pages are written out before they are read.
 
@@ -81,7 +81,7 @@ fn identify_volumes(source: &Source, files: Vec<FoundFile>) -> Result<Volumes> {
                 volumes.gone.push(file);
                 continue;
             };
-            new.insert(pagefold_os::volume::identity(&open.file).at(open.path)?);
+            new.insert(pagefold_os::filesystem::identity(&open.file).at(open.path)?);
         }
         volumes.present.push(file);
     }

@@ -109,7 +109,7 @@ impl Walk<'_> {
             self.walked.tree.unlink(parent, last_name(path));
             return Ok(());
         };
-        if !path.as_os_str().is_empty() && pagefold_os::volume::is_pseudo(&dir) {
+        if !path.as_os_str().is_empty() && pagefold_os::filesystem::is_pseudo(&dir) {
             let reason = "directories of the kernel's own files (proc, sysfs) are empty in the image";
             self.omissions.add(reason, path.as_os_str().as_bytes());
             return Ok(());

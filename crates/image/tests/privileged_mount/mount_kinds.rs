@@ -2,8 +2,8 @@
 
 use crate::common::build_dir;
 use crate::fixture::{Fixture, Scratch, by, noise, sample, umount};
-use pagefold_image::digest::Digest;
 use pagefold_image::build::Omissions;
+use pagefold_image::digest::Digest;
 use pagefold_image::mount::{Kind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;

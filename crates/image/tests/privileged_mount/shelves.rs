@@ -2,8 +2,8 @@
 
 use crate::common::{build_dir, damaged};
 use crate::fixture::{Fixture, Scratch, alone, by, drop_cache, inodes, noise, umount, use_all_inodes};
-use pagefold_image::digest::Digest;
 use pagefold_image::build::Omissions;
+use pagefold_image::digest::Digest;
 use pagefold_image::mount::{Kind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{Record, Store};

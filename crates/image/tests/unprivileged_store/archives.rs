@@ -2,9 +2,9 @@
 
 use crate::common::build_dir;
 use crate::fixture::{Fixture, sample};
+use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
 use pagefold_image::digest::Digest;
-use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::progress::Progress;
 use pagefold_image::tree::Tree;
 use pagefold_image::{Result, export, oci};
@@ -59,7 +59,8 @@ fn archives_by_skopeo_are_read() {
         assert!(oci::is_image(&path).unwrap());
         let build = store.build().unwrap();
         let (tree, _) =
-            oci::import(&build, &path, None, Limits::default(), &mut Omissions::default(), &Progress::silent()).unwrap();
+            oci::import(&build, &path, None, Limits::default(), &mut Omissions::default(), &Progress::silent())
+                .unwrap();
         let again = build.publish("again", &tree, "skopeo", Default::default(), vec![]).unwrap();
         assert_eq!(again.digest, record.digest, "{to}");
     }
@@ -108,7 +109,8 @@ fn archives_by_buildah_are_read() {
         buildah(&["commit", "-q", &second, &format!("{format}{}:name:1", path.display())]).unwrap();
         let build = store.build().unwrap();
         let (found, _) =
-            oci::import(&build, &path, None, Limits::default(), &mut Omissions::default(), &Progress::silent()).unwrap();
+            oci::import(&build, &path, None, Limits::default(), &mut Omissions::default(), &Progress::silent())
+                .unwrap();
         let record = build.publish(&number.to_string(), &found, "buildah", Default::default(), vec![]).unwrap();
         let out = dir.path().join(format!("out{number}"));
         fs::create_dir(&out).unwrap();

@@ -2,8 +2,8 @@
 
 use crate::common::{build_dir, damaged};
 use crate::fixture::{Fixture, sample, wait_for_old_times};
-use pagefold_image::config::Limits;
 use pagefold_image::build::{Omissions, apply_tar};
+use pagefold_image::config::Limits;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::tree::Tree;
@@ -55,7 +55,8 @@ fn an_unchanged_file_is_not_read_and_a_changed_one_is() {
     build_dir(&store, "a", &tree).unwrap();
     let again = |options| {
         let build = store.build().unwrap();
-        let tree = build::from_directory(&build, &tree, options, &mut Omissions::default(), &Progress::silent()).unwrap();
+        let tree =
+            build::from_directory(&build, &tree, options, &mut Omissions::default(), &Progress::silent()).unwrap();
         let record = build.publish("a", &tree, "t", Default::default(), vec![]).unwrap();
         (record, build.stats().files_unchanged.load(std::sync::atomic::Ordering::Relaxed))
     };

@@ -107,7 +107,7 @@ fn refusal(tiers: &Tiers, what: &str, error: &io::Error) -> io::Error {
 /// Daemon and keeper both died: what the service manager held for them goes to a new keeper, and from there on it is
 /// as if only the daemon had. A keeper that lives has the same and more.
 fn refill_keeper(tiers: &Tiers, end: Instant) -> io::Result<()> {
-    let left = fd_store::take();
+    let left = fd_store::take_passed();
     if left.is_empty() || held(tiers, end)?.is_some_and(|(_, names)| !names.is_empty()) {
         return Ok(());
     }
@@ -201,10 +201,10 @@ fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end
     }
     lock(&group.clients).extend(found.into_iter().map(|client| (client.region, client)));
     // Pages of clients that ended meanwhile.
-    for region in group.tier.region_ids() {
+    for region in group.tier.client_ids() {
         group.next_region.fetch_max(region + 1, Ordering::Relaxed);
         if !lock(&group.clients).contains_key(&region) {
-            group.tier.remove_region(region);
+            group.tier.remove_client(region);
         }
     }
     lock(&tiers.groups.all).insert(key, group);

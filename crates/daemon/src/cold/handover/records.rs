@@ -26,7 +26,7 @@ pub(crate) fn client_name(group_id: u64, region: u32, token: u64, pid: i32, uid:
 /// Leaves `fds` with the service manager, which is handed everything that the keeper is. Without it only the handover after
 /// the death of daemon and keeper is lost.
 pub(crate) fn leave_with_service_manager(name: &str, fds: &[i32]) {
-    if let Err(error) = fd_store::leave(name, fds) {
+    if let Err(error) = fd_store::store(name, fds) {
         eprintln!("pagefold: the service manager does not take {name}: {error}");
     }
 }
