@@ -208,6 +208,76 @@ fn runs(states: &[State], wanted: impl Fn(&State) -> bool + Copy) -> impl Iterat
 mod tests {
     use super::*;
 
+    use crate::live::handshake::{alone, one_at_a_time};
+    use pagefold_os::{PAGE_SIZE, Page, mem, memfd};
+
+    /// A page that differs from those of other numbers, and from zeros.
+    fn content(number: usize) -> Page {
+        let mut page = [9; PAGE_SIZE];
+        page[..8].copy_from_slice(&(number as u64).to_le_bytes());
+        page
+    }
+
+    #[test]
+    fn equal_pages_are_mapped_and_all_others_move_back() {
+        let _one = one_at_a_time();
+        let segment = memfd::create(c"pagefold-pool", 16 * PAGE).unwrap();
+        (0..16).for_each(|slot| assert_eq!(segment.write(&content(slot)), Ok(PAGE_SIZE)));
+        let Some(agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
+        let memory = mem::Mapping::anonymous(12 * PAGE_SIZE).unwrap();
+        let put = |page: usize, bytes: &Page| {
+            // SAFETY: a page of the test's memory, to which no reference exists.
+            unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>().write(*bytes) }
+        };
+        // Two equal pages, one that differs, one equal; a zero page; an absent one; equal, differs, left between the pieces.
+        (0..2).for_each(|page| put(page, &content(page)));
+        put(2, &content(70));
+        put(3, &content(3));
+        put(4, &[0; PAGE_SIZE]);
+        put(6, &content(6));
+        put(7, &content(71));
+        put(8, &content(72));
+        put(9, &content(9));
+        let piece = |page: u32, pages: u32, slot: u32| Piece {
+            addr: memory.addr() + u64::from(page) * PAGE,
+            pages,
+            slot,
+            ..Piece::default()
+        };
+        let zeros = Piece { segment: PIECE_ZERO, ..piece(4, 1, 0) };
+        let pieces = [piece(0, 4, 0), zeros, piece(5, 1, 5), piece(6, 1, 6), piece(7, 1, 7), piece(9, 1, 9)];
+        let mut outcomes = [Outcome::default(); 6];
+        agent.remap_span(&pieces, &mut outcomes);
+        let (done, changed) = (RefusalReason::Done as u32, RefusalReason::Changed as u32);
+        let absent = RefusalReason::Absent as u32;
+        let found = outcomes.map(|outcome| (outcome.merged, outcome.reason));
+        assert_eq!(found, [(2, changed), (1, done), (0, absent), (1, done), (0, changed), (1, done)]);
+        let mut shown = Vec::new();
+        let everything = Range::pages_from(memory.addr(), 12);
+        agent
+            .maps
+            .pools(everything, |part, _| {
+                shown.push(((part.start - memory.addr()) / PAGE, (part.end - memory.addr()) / PAGE));
+                false
+            })
+            .unwrap();
+        assert_eq!(shown, [(0, 2), (6, 7), (9, 10)]);
+        let expected = [0, 1, 70, 3, usize::MAX, usize::MAX, 6, 71, 72, 9];
+        for (page, number) in expected.into_iter().enumerate() {
+            // SAFETY: a page of the test's memory.
+            let bytes = unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>().read_volatile() };
+            let wanted = if number == usize::MAX { [0; PAGE_SIZE] } else { content(number) };
+            assert!(bytes == wanted, "page {page}");
+            // A write is the program's own.
+            put(page, &content(200 + page));
+        }
+        for page in 0..expected.len() {
+            // SAFETY: a page of the test's memory.
+            let bytes = unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>().read_volatile() };
+            assert!(bytes == content(200 + page), "page {page} after a write");
+        }
+    }
+
     #[test]
     fn runs_are_maximal() {
         let states = [State::Equal, State::Staged, State::Staged, State::Hole, State::Staged];
