@@ -16,7 +16,7 @@ const EAGER: [&str; 4] = ["--cold-scan-interval", "200ms", "--cold-idle", "100ms
 fn ever_out(host: &Host) -> u64 {
     let status = host.status();
     let clients = status["cold"]["clients"].as_array().cloned().unwrap_or_default();
-    clients.iter().filter_map(|client| client["pages_out_ever"].as_u64()).sum()
+    clients.iter().filter_map(|client| client["pages_evicted"].as_u64()).sum()
 }
 
 /// Under a limit of half its memory a program goes on, with all its bytes: what comes back waits until something went out.
@@ -58,7 +58,7 @@ sys.stdin.readline()
     group.limit(48 << 20);
     writeln!(input, "go").expect("the client reads");
     assert_eq!(said(), "right");
-    let (refaults, ever) = (host.number(pid, "refaults"), host.number(pid, "pages_out_ever"));
+    let (refaults, ever) = (host.number(pid, "refaults"), host.number(pid, "pages_evicted"));
     assert!(refaults > 10_000 && ever > 30_000, "{refaults} pages came back, {ever} went out");
     drop(input);
     assert!(child.0.wait().expect("it ends").success());
@@ -240,7 +240,7 @@ fn a_guest_is_parked_works_on_and_is_unparked() {
     for turn in 0..3 {
         wait_for("the guest's memory to go out", 30, || {
             host.park(pid);
-            host.number(pid, "pages_out_ever") > 8000
+            host.number(pid, "pages_evicted") > 8000
         });
         let before = rounds();
         if turn == 2 {

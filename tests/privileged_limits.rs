@@ -31,7 +31,7 @@ fn after_merging(daemon: &Daemon, reached: impl Fn(&serde_json::Value) -> bool) 
 #[test]
 fn a_full_pool_means_less_saving() {
     let daemon = Daemon::start(&["--pool-max", "8M"]);
-    let Some(status) = after_merging(&daemon, |status| events(status, "over_pool_max") > 0) else { return };
+    let Some(status) = after_merging(&daemon, |status| events(status, "pool_full_pages") > 0) else { return };
     assert!(status["totals"]["pool_bytes"].as_u64() <= Some(8 << 20), "{status}");
 }
 
@@ -41,7 +41,7 @@ fn a_small_budget_of_mappings_means_less_saving() {
     let daemon = Daemon::start(&["--vma-budget", "300"]);
     let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("mappings"), 400);
     assert!(status.success(), "{status} {out}{err}");
-    assert!(events(&daemon.status(), "over_vma_budget") > 0, "nothing was refused: {}", daemon.status());
+    assert!(events(&daemon.status(), "over_vma_budget_runs") > 0, "nothing was refused: {}", daemon.status());
     let said = String::from_utf8_lossy(&daemon.tool(&["status"]).stdout).into_owned();
     assert!(said.contains("budget of mappings"), "{said}");
 }
@@ -79,7 +79,7 @@ fn a_daemon_at_its_limit_of_memory_merges_less() {
     // What it keeps of clients fits, and the 16 MiB of theirs do not.
     group.limit(12 << 20);
     let mut client = Server::start(daemon.run(&[]), program);
-    wait_for("the pool to find no room", 60, || events(&daemon.status(), "no_segment") > 0);
+    wait_for("the pool to find no room", 60, || events(&daemon.status(), "segment_alloc_failed_pages") > 0);
     assert!(client.check("check") < 8000);
     group.assert_nobody_was_killed();
     group.lift();
@@ -96,15 +96,15 @@ fn a_daemon_at_its_memory_limit_accepts_no_more_clients() {
     group.take(daemon.pid());
     group.limit(4 << 20);
     let mut clients: Vec<Server> = (0..60).map(|_| Server::start(daemon.run(&[]), program)).collect();
-    let not_covered = || {
+    let unmanaged_processes = || {
         let status = daemon.status();
-        let list = status["not_covered"].as_array().expect("a list");
+        let list = status["unmanaged_processes"].as_array().expect("a list");
         list.iter().filter(|one| one["reason"].as_str().is_some_and(|reason| reason.contains("MemoryMax="))).count()
     };
-    wait_for("clients not to be covered", 60, || not_covered() > 0);
+    wait_for("clients not to be covered", 60, || unmanaged_processes() > 0);
     group.assert_nobody_was_killed();
     group.lift();
-    wait_for("all to be covered", 120, || not_covered() == 0);
+    wait_for("all to be covered", 120, || unmanaged_processes() == 0);
     for client in &mut clients {
         client.check("check");
     }
@@ -143,7 +143,7 @@ fn a_limit_of_descriptors_is_named() {
         // The status request needs the one descriptor too.
         let output = daemon.tool(&["status", "--json"]);
         let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-        status["not_covered"]
+        status["unmanaged_processes"]
             .as_array()
             .map(|list| list.iter().map(|one| one["reason"].to_string()).collect::<String>())
     };

@@ -125,7 +125,7 @@ fn metrics_of_live_memory_follow_the_conventions() {
         line.rsplit(' ').next().and_then(|number| number.parse().ok()).expect("a number")
     };
     assert_eq!(value("pagefold_clients "), 2.0);
-    assert!(value("pagefold_pages_sharing{") > 1000.0 && value("pagefold_saved_bytes{") > 4096.0 * 1000.0);
+    assert!(value("pagefold_pages_sharing{") > 1000.0 && value("pagefold_deduplicated_bytes{") > 4096.0 * 1000.0);
     let longest =
         open.lines().filter(|line| line.starts_with("pagefold_freeze_seconds_bucket") && line.contains("+Inf"));
     assert_eq!(longest.count(), 2, "one histogram for each client: {open}");
@@ -150,7 +150,7 @@ fn metrics_of_the_cold_tier_follow_the_conventions() {
     check(&socket);
     let (_, open) = get(&socket, OPEN);
     let of_client = format!("pid=\"{}\"", client.pid());
-    for name in ["pagefold_cold_client_bytes{", "pagefold_cold_lost_pages_total{", "pagefold_cold_fault_seconds_sum{"] {
+    for name in ["pagefold_cold_client_bytes{", "pagefold_cold_pages_lost_total{", "pagefold_cold_fault_seconds_sum{"] {
         assert!(open.lines().any(|line| line.starts_with(name) && line.contains(&of_client)), "no {name}: {open}");
     }
 }

@@ -122,7 +122,7 @@ fn keeps_every_key(parked: bool) {
     if parked {
         let out = || {
             let clients = daemon.status()["cold"]["clients"].as_array().cloned().unwrap_or_default();
-            clients.iter().filter(|client| client["pages_out_ever"].as_u64() > Some(100)).count()
+            clients.iter().filter(|client| client["pages_evicted"].as_u64() > Some(100)).count()
         };
         wait_for("all to be parked", 60, || out() == SERVERS);
     }

@@ -45,7 +45,7 @@ fn a_daemon_takes_its_defaults_from_the_users_file_and_the_command_line_wins() {
     wait_for("the daemon to listen where the file says", 20, || status().status.success());
     let status: Value = serde_json::from_slice(&status().stdout).expect("JSON");
     assert_eq!(status["workers"], 2, "the command line wins");
-    assert_eq!(status["period_s"], 7.0, "the file wins over what is built in");
+    assert_eq!(status["scan_interval_s"], 7.0, "the file wins over what is built in");
 }
 
 #[test]

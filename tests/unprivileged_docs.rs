@@ -150,3 +150,58 @@ fn the_specification_cites_existing_tests() {
     }
     assert!(missing.is_empty(), "SPECIFICATION.md cites what is not there: {missing:?}");
 }
+
+/// Numbers of the status that are not a metric, and why.
+const NOT_METRICS: &[(&str, &str)] = &[
+    ("pid", "a label, or the identity of a process"),
+    ("uid", "a label"),
+    ("pages_total", "progress of one `verify`, which its caller watches"),
+    ("clients", "live clients: a series for each counter and process would flood a collector; domains have the sums"),
+];
+
+/// How a key is named among the metrics: times are in seconds, as collectors want them.
+fn metric_of(prefix: &str, key: &str) -> String {
+    let prefix = if key.starts_with(prefix) { "" } else { prefix };
+    let stem = ["_us_log2", "_us", "_ns", "_s"].iter().find_map(|unit| key.strip_suffix(unit));
+    stem.map_or_else(|| format!("pagefold_{prefix}{key}"), |stem| format!("pagefold_{prefix}{stem}_seconds"))
+}
+
+#[test]
+fn every_counter_of_the_status_is_a_metric_of_the_same_name() {
+    let mut status = pagefold_daemon::status::Status::default();
+    status.domains.push(Default::default());
+    status.cold.domains.push(Default::default());
+    let fault_us_log2 = vec![0];
+    status.cold.clients.push(pagefold_daemon::cold::ColdClient { fault_us_log2, ..Default::default() });
+    let mut text = pagefold_daemon::metrics::render(&status);
+    pagefold_disk::metrics::render(&[pagefold_disk::Status::default()], &mut text);
+    let families: BTreeSet<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
+    let whole = serde_json::to_value(&status).expect("JSON");
+    let disk = serde_json::to_value(pagefold_disk::Status::default()).expect("JSON");
+    let mut keys = 0;
+    let mut missing = Vec::new();
+    for (prefix, object) in [
+        ("", &whole),
+        ("", &whole["totals"]),
+        ("", &whole["domains"][0]),
+        ("", &whole["domains"][0]["events"]),
+        ("cold_", &whole["cold"]["domains"][0]),
+        ("cold_", &whole["cold"]["clients"][0]),
+        ("disk_", &disk),
+    ] {
+        for (key, value) in object.as_object().expect("an object") {
+            let is_count = value.is_number() || key.ends_with("_log2");
+            if !is_count || NOT_METRICS.iter().any(|(known, _)| known == key) {
+                continue;
+            }
+            keys += 1;
+            let metric = metric_of(prefix, key);
+            if !families.contains(metric.as_str()) {
+                missing.push(metric);
+            }
+        }
+    }
+    assert!(keys > 80, "{keys}");
+    assert!(missing.is_empty(), "no metrics: {missing:?}");
+}

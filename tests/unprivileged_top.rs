@@ -248,9 +248,7 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     window.wait_for("(parked)");
     window.wait("the cold tier's graphs", |screen| {
         let text = screen.contents();
-        text.contains("faults ")
-            && text.contains("our cpu")
-            && ['▁', '▂', '▅', '█'].iter().any(|bar| text.contains(*bar))
+        text.contains("faults ") && text.contains("cpu ") && ['▁', '▂', '▅', '█'].iter().any(|bar| text.contains(*bar))
     });
     // Filtered by domain: the other one's table is empty, its own is not.
     window.press("d");

@@ -144,7 +144,7 @@ fn done(
 /// Runs `unmerge`.
 pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
     let socket = args.daemon.socket()?;
-    let healed = |status: &Status| -> u64 { status.domains.iter().map(|one| one.events.healed).sum() };
+    let healed = |status: &Status| -> u64 { status.domains.iter().map(|one| one.events.pages_restored).sum() };
     let clients = match args.selected.all {
         true => host::status(&socket)?.clients.iter().map(|client| client.pid).collect(),
         false => args.selected.clients,
@@ -202,7 +202,7 @@ pub fn verify(args: Verify) -> Result<ExitCode, Error> {
     if args.json {
         print_json(&found)?;
     } else {
-        say!("{} shared pages looked at", units::show_count(found.pages));
+        say!("{} compared", units::show_counted(found.pages, "shared page", "shared pages"));
         say!("{:>12} show the slot's own frame", units::show_count(found.same_frame));
         if found.same_bytes > 0 {
             say!("{:>12} show the slot's bytes (frames are visible to root only)", units::show_count(found.same_bytes));
@@ -210,12 +210,12 @@ pub fn verify(args: Verify) -> Result<ExitCode, Error> {
         say!("{:>12} were written meanwhile", units::show_count(found.broken));
         say!("{:>12} were not in memory", units::show_count(found.absent));
         if found.unseen > 0 {
-            let why = "the daemon may not see what the process has in memory; it is not dumpable";
-            say!("{:>12} were not looked at ({why})", units::show_count(found.unseen));
+            let why = "the daemon may not read the page tables of a process that is not dumpable";
+            say!("{:>12} were not compared ({why})", units::show_count(found.unseen));
         }
         say!("{:>12} are wrong", units::show_count(found.wrong_pages));
         if found.wrong_pages == 0 && !found.wrong.is_empty() {
-            say!("faults of the books:");
+            say!("inconsistent records:");
         }
         for line in &found.wrong {
             say!("  {line}");

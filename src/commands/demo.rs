@@ -361,10 +361,10 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     // What the daemon maps of the pool is the processes' memory, no matter who is charged with it.
     let own_bytes = own.pss - own.pss_shared_memory + mapping_bytes;
     let after_bytes = crew.pss() + own.pss + mapping_bytes;
-    let merged = status.totals.pages_merged;
+    let merged = status.totals.pages_merged + status.totals.pages_zeroed;
     tell!(
         args,
-        "{} after {seconds:.1} s: {} pages are shown in {} places; comparing every byte …",
+        "{} after {seconds:.1} s: {} pages are mapped in {} places; comparing every byte …",
         units::show_size(after_bytes),
         units::show_count(status.totals.pages_shared),
         units::show_count(status.totals.pages_sharing)
@@ -414,15 +414,16 @@ fn settle(socket: &Path, began: Instant) -> Result<(Status, f64), Error> {
         // What was looked at and found to have a twin, or none; the rest still changes or waits for its turn.
         let seen = totals.pages_sharing + totals.pages_zero + totals.pages_unshared;
         progress.update(seen * PAGE as u64, totals.pages.max(seen) * PAGE as u64);
-        if status.totals.pages_merged != last.0 {
-            last = (status.totals.pages_merged, began.elapsed());
+        let merged = totals.pages_merged + totals.pages_zeroed;
+        if merged != last.0 {
+            last = (merged, began.elapsed());
         }
         let quiet = began.elapsed() - last.1;
         if last.0 > 0 && quiet > Duration::from_millis(3500) || began.elapsed() > MERGE_MAX {
             return Ok((status, last.1.as_secs_f64()));
         }
         if last.0 == 0 && began.elapsed() > Duration::from_secs(30) {
-            let why = match status.not_covered.first() {
+            let why = match status.unmanaged_processes.first() {
                 Some(process) => process.reason.clone(),
                 None if ksm::read("run").is_ok_and(|run| run == 1) => {
                     "KSM runs, which may have them already (echo 0 > /sys/kernel/mm/ksm/run)".to_owned()

@@ -114,12 +114,11 @@ fn moved(target: &Target, park: bool) -> Result<ExitCode, Error> {
         print_json(&Moved { clients, pages, bytes, seconds })?;
     } else {
         say!(
-            "{} {} ({}) of {clients} {} {} in {seconds:.2} s",
-            units::show_count(pages),
-            if pages == 1 { "page" } else { "pages" },
+            "{} ({}) of {} {} in {seconds:.2} s",
+            units::show_counted(pages, "page", "pages"),
             units::show_size(bytes),
-            if clients == 1 { "client" } else { "clients" },
-            if park { "went to the cold tier" } else { "came back" },
+            units::show_counted(clients, "client", "clients"),
+            if park { "evicted" } else { "returned" },
         );
     }
     Ok(code)

@@ -18,15 +18,18 @@ Examples:
   pagefold status
   pagefold status --json | jq .totals.general_profit
 
-Live: managed, all that is looked at; shared, shown from the pool, one copy for all; zero, pages
-of zeros, given back; volatile, pages that change; unshared, silent and without a twin; broken,
-shared once and written since; longest wait of the program for pagefold.
-Cold: out, in the tier now; came back, ever, with neighbours; refaults, pages that the program
-waited for, half of them (p50) and 99 of 100 (p99) this long; idle, how long a page must be silent
-to go; lost, pages that cannot come back; contents, different pages; waste, free room in slabs.
+Saved: memory that would be in use without pagefold, less all that pagefold uses: the pool, its
+records and mappings, and its processes (daemon, keeper and agents).
+Live: managed, memory that pagefold scans; shared, mapped from one copy in the pool; zero, zero
+pages dropped; volatile, pages that change; unshared, unwritten for two scans, without an equal
+page; broken, shared once and written since; longest wait of the program for pagefold.
+Cold: out, in the tier now; returned, by faults, prefetch and unpark; refaults, pages the program
+waited for, half of them (p50) and 99 of 100 (p99) at most this long; idle, how long a page must
+be idle before it is evicted; lost, pages that cannot return; waste, free slots in slabs.
 
-In JSON the counters have KSM's names where they mean the same: pages_shared are the pages kept,
-pages_sharing the places that show them, general_profit the bytes saved less all that we hold.")]
+In JSON the counters have KSM's names where they mean the same: pages_shared are the slots in use,
+pages_sharing their mappings, general_profit the deduplicated bytes less pool, records and
+mappings; saved_bytes is general_profit less the memory of pagefold's processes.")]
 pub struct Args {
     /// Print JSON
     #[arg(long)]
@@ -103,25 +106,20 @@ fn render_cold(out: &mut String, status: &Status, style: Style) {
     for tier in &status.cold.domains {
         let _ = writeln!(
             out,
-            "\ncold tier of {}: {} of pages in {} (ratio {:.1}), {} contents, {} on disk, {} of waste",
+            "\ncold tier of {}: {} of pages in {} (ratio {:.1}), {} unique pages, {} on disk, {} of waste",
             clean(&tier.name),
             style.bold(&units::show_size(tier.cold_bytes)),
-            units::show_size(tier.held_bytes),
-            tier.ratio,
-            units::show_count(tier.contents),
+            units::show_size(tier.memory_bytes),
+            tier.compression_ratio,
+            units::show_count(tier.unique_pages),
             units::show_size(tier.disk_bytes),
             units::show_size(tier.waste_bytes),
         );
     }
     if !status.cold.clients.is_empty() {
-        let heading = ["pid", "name", "domain", "out", "came back", "refaults", "p50", "p99", "idle", "lost"];
+        let heading = ["pid", "name", "domain", "out", "returned", "refaults", "p50", "p99", "idle", "lost"];
         let mut table = Table::new(style, &heading);
         for client in &status.cold.clients {
-            let name = match (client.connected, client.parked) {
-                (false, _) => format!("{} (no agent)", client.name),
-                (true, true) => format!("{} (parked)", client.name),
-                (true, false) => client.name.clone(),
-            };
             let quantile = |q| {
                 let bucket = bucket_of(&client.fault_us_log2, q);
                 bucket.map_or("-".to_owned(), |bucket| {
@@ -130,10 +128,10 @@ fn render_cold(out: &mut String, status: &Status, style: Style) {
             };
             table.row([
                 client.pid.to_string(),
-                name,
+                format!("{}{}", client.name, client.state_suffix()),
                 client.domain.clone(),
                 units::show_size(client.pages_out * PAGE),
-                units::show_size(client.pages_back * PAGE),
+                units::show_size(client.pages_returned * PAGE),
                 units::show_count(client.refaults),
                 quantile(0.5),
                 quantile(0.99),
@@ -165,31 +163,31 @@ fn render(status: &Status, style: Style) -> String {
     let totals = &status.totals;
     let merged = totals.pages_sharing + totals.pages_zero > 0;
     let _ = if merged {
-        let profit = style.bold(&units::show_size(totals.general_profit.unsigned_abs()));
+        let saved = style.bold(&units::show_size(totals.saved_bytes.unsigned_abs()));
         let shared = units::show_counted(totals.pages_shared, "page", "pages");
         let places = units::show_counted(totals.pages_sharing, "place", "places");
         let zero = units::show_counted(totals.pages_zero, "zero page", "zero pages");
-        if totals.general_profit < 0 {
+        if totals.saved_bytes < 0 {
             writeln!(
                 out,
-                "nothing saved yet: records and mappings take {profit} more than one copy of {shared} shown in {places} \
-                 and {zero} save"
+                "nothing saved yet: pagefold takes {saved} more than one copy of {shared} mapped in {places} and {zero} save"
             )
         } else {
-            writeln!(out, "{profit} saved by one copy of {shared} shown in {places}, and {zero}")
+            writeln!(out, "{saved} saved by one copy of {shared} mapped in {places}, and {zero}")
         }
     } else {
         writeln!(out, "nothing is merged now")
     };
-    let lingering = match totals.pool_lingering_bytes {
+    let orphaned = match totals.pool_orphaned_bytes {
         0 => String::new(),
-        bytes => format!(" and {} that it let go and somebody maps still", units::show_size(bytes)),
+        bytes => format!(" and {} orphaned", units::show_size(bytes)),
     };
     let _ = writeln!(
         out,
-        "pool {}{lingering}, records and mappings {}, {} of processor time in {}",
+        "pool {}{orphaned}, records and mappings {}, processes {}, {} of processor time in {}",
         units::show_size(totals.pool_bytes),
-        units::show_size(totals.metadata_bytes),
+        units::show_size(totals.metadata_bytes + totals.mapping_bytes),
+        units::show_size(totals.process_bytes),
         units::show_duration(Duration::from_nanos(totals.cpu_ns)),
         units::show_duration(Duration::from_secs_f64(status.uptime_s)),
     );
@@ -231,7 +229,7 @@ fn render(status: &Status, style: Style) -> String {
     let huge: u64 = status.clients.iter().map(|client| client.stats.pages_huge).sum();
     let events = status.domains.iter().map(|domain| domain.events);
     let (budget, full, none) = events.fold((0, 0, 0), |(budget, full, none), event| {
-        (budget + event.over_vma_budget, full + event.over_pool_max, none + event.no_segment)
+        (budget + event.over_vma_budget_runs, full + event.pool_full_pages, none + event.segment_alloc_failed_pages)
     });
     let extra = [
         ("in huge pages left whole", huge),
@@ -246,9 +244,9 @@ fn render(status: &Status, style: Style) -> String {
             let _ = writeln!(out, "{:>12} {why}", units::show_count(count));
         }
     }
-    if !status.not_covered.is_empty() {
-        out.push_str("\nnot covered:\n");
-        for process in &status.not_covered {
+    if !status.unmanaged_processes.is_empty() {
+        out.push_str("\nnot managed:\n");
+        for process in &status.unmanaged_processes {
             let _ = writeln!(out, "{:>12} {}: {}", process.pid, clean(&process.name), clean(&process.reason));
         }
     }
@@ -259,14 +257,14 @@ fn render(status: &Status, style: Style) -> String {
 mod tests {
     use super::*;
     use pagefold_daemon::cold::ColdClient;
-    use pagefold_daemon::status::{Client, NotCovered};
+    use pagefold_daemon::status::{Client, UnmanagedProcess};
 
     #[test]
     fn processes_and_domains_do_not_write_to_the_terminal() {
         let hostile = || "e\x1b[31mvil\n".to_owned();
         let mut status = Status {
             clients: vec![Client { name: hostile(), domain: hostile(), ..Client::default() }],
-            not_covered: vec![NotCovered { name: hostile(), reason: hostile(), pid: 7 }],
+            unmanaged_processes: vec![UnmanagedProcess { name: hostile(), reason: hostile(), pid: 7 }],
             ..Status::default()
         };
         status.cold.clients.push(ColdClient { name: hostile(), domain: hostile(), ..ColdClient::default() });

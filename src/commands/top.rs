@@ -2,11 +2,10 @@
 
 use super::Error;
 use crate::host;
-use crate::top::{Act, Client, Cold, ColdClient, Disk, Domain, Images, Live, Sample, View, screen};
+use crate::top::{Act, Disk, Images, Sample, View, screen};
 use crate::{parts, units};
 use crossterm::event::{self, Event, KeyEventKind};
 use pagefold_daemon::control::{self, Answer, Request};
-use pagefold_daemon::status::Status;
 use std::io::{ErrorKind, IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -147,12 +146,8 @@ fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
 }
 
 fn take_sample(socket: &Path, started: Instant) -> Sample {
-    let mut cold = None;
-    let (live, trouble) = match control::ask(socket, &Request::Status {}) {
-        Ok(Answer::Status(status)) => {
-            cold = self::cold(&status);
-            (Some(live(&status)), None)
-        }
+    let (status, trouble) = match control::ask(socket, &Request::Status {}) {
+        Ok(Answer::Status(status)) => (Some(*status), None),
         Ok(Answer::Error { message }) => (None, Some(message)),
         Ok(_) => (None, Some("the daemon gives other answers than this version expects".into())),
         Err(error) if error.kind() == ErrorKind::TimedOut => {
@@ -161,95 +156,7 @@ fn take_sample(socket: &Path, started: Instant) -> Sample {
         // The cure first: the line may be cut.
         Err(error) => (None, Some(format!("no daemon; `pagefold run` starts one ({}: {error})", socket.display()))),
     };
-    Sample { at: started.elapsed(), live, trouble, disks: disks(), cold, ..Sample::default() }
-}
-
-/// All tiers together; `None` if there is none.
-fn cold(status: &Status) -> Option<Cold> {
-    let tiers = &status.cold.domains;
-    let sum = |f: &dyn Fn(&pagefold_daemon::cold::ColdDomain) -> u64| tiers.iter().map(f).sum();
-    let clients = |f: &dyn Fn(&pagefold_daemon::cold::ColdClient) -> u64| status.cold.clients.iter().map(f).sum();
-    (!tiers.is_empty()).then(|| Cold {
-        pages: sum(&|tier| tier.pages),
-        held_bytes: sum(&|tier| tier.held_bytes),
-        limit_bytes: sum(&|tier| tier.bytes_max),
-        disk_bytes: sum(&|tier| tier.disk_bytes),
-        stores: clients(&|client| client.pages_out_ever),
-        loads: clients(&|client| client.pages_back),
-        faults: clients(&|client| client.refaults),
-        domains: tiers.iter().map(|tier| tier.name.clone()).collect(),
-        clients: status.cold.clients.iter().map(cold_client).collect(),
-    })
-}
-
-fn cold_client(client: &pagefold_daemon::cold::ColdClient) -> ColdClient {
-    ColdClient {
-        pid: client.pid,
-        name: client.name.clone(),
-        domain: client.domain.clone(),
-        out: client.pages_out,
-        back: client.pages_back,
-        faults: client.refaults,
-        lost: client.pages_lost,
-        waited: Duration::from_nanos(client.fault_ns),
-        cpu_ns: client.agent_cpu_ns,
-        state: match (client.connected, client.parked) {
-            (false, _) => " (no agent)",
-            (true, true) => " (parked)",
-            (true, false) => "",
-        },
-    }
-}
-
-fn live(status: &Status) -> Live {
-    let totals = &status.totals;
-    Live {
-        pages: totals.pages,
-        shared: totals.pages_shared,
-        sharing: totals.pages_sharing,
-        zero: totals.pages_zero,
-        candidate: totals.pages_unshared,
-        volatile: totals.pages_volatile,
-        saved_bytes: totals.saved_bytes,
-        pool_bytes: totals.pool_bytes + totals.pool_lingering_bytes,
-        metadata_bytes: totals.metadata_bytes,
-        net_bytes: totals.general_profit,
-        full_scans: totals.full_scans,
-        merged: totals.pages_merged,
-        breaks: totals.breaks,
-        cpu_ns: totals.cpu_ns,
-        domains: status
-            .domains
-            .iter()
-            .map(|domain| Domain { name: domain.name.clone(), pages: domain.pages, net_bytes: domain.general_profit })
-            .collect(),
-        clients: status.clients.iter().map(client).collect(),
-        not_covered: status
-            .not_covered
-            .iter()
-            .map(|process| (format!("{} {}", process.pid, process.name), process.reason.clone()))
-            .collect(),
-    }
-}
-
-fn client(client: &pagefold_daemon::status::Client) -> Client {
-    let stats = &client.stats;
-    let huge = (stats.pages_huge > 0).then(|| ("in huge pages left whole".to_owned(), stats.pages_huge));
-    Client {
-        pid: client.pid,
-        name: client.name.clone(),
-        domain: client.domain.clone(),
-        pages: stats.pages,
-        sharing: stats.pages_sharing,
-        zero: stats.pages_zero,
-        volatile: stats.pages_volatile,
-        candidate: stats.pages_unshared,
-        breaks: stats.breaks,
-        cpu_ns: stats.agent_cpu_ns,
-        longest_wait: Duration::from_nanos(client.freeze_ns_max),
-        paused: stats.paused,
-        not_merged: stats.not_merged.iter().map(|(why, pages)| (why.clone(), *pages)).chain(huge).collect(),
-    }
+    Sample { at: started.elapsed(), status, trouble, disks: disks(), ..Sample::default() }
 }
 
 /// The mounts of this user that answer.

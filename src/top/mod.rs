@@ -1,11 +1,13 @@
 //! The live view's state: samples, their history, and what the user asked to see.
 //!
-//! A [`Sample`] is plain numbers, whoever delivers them; keys change the [`View`]; [`screen`] draws both. Nothing
-//! here knows of sockets or terminals, so that all of it can be tested without either.
+//! A [`Sample`] is plain data; keys change the [`View`]; [`screen`] draws both. Nothing here knows of sockets or
+//! terminals, so that all of it can be tested without either.
 
 pub mod screen;
 
 use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use pagefold_daemon::cold::{ColdClient, ColdStatus};
+use pagefold_daemon::status::{Client, Status, Totals};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -17,67 +19,26 @@ pub const HISTORY: usize = 600;
 pub struct Sample {
     /// Time of the sample, since any fixed moment.
     pub at: Duration,
-    /// Live memory; `None` if no daemon answers.
-    pub live: Option<Live>,
-    /// Why there is no live memory to show.
+    /// The daemon's status; `None` if no daemon answers.
+    pub status: Option<Status>,
+    /// Why there is no status.
     pub trouble: Option<String>,
     /// Mounts of disk images.
     pub disks: Vec<Disk>,
     /// Stores of image trees.
     pub images: Vec<Images>,
-    /// The cold tier.
-    pub cold: Option<Cold>,
 }
 
-/// Live memory, all clients together. Counts are pages.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Live {
-    pub pages: u64,
-    pub shared: u64,
-    pub sharing: u64,
-    pub zero: u64,
-    pub candidate: u64,
-    pub volatile: u64,
-    pub saved_bytes: u64,
-    pub pool_bytes: u64,
-    pub metadata_bytes: u64,
-    pub net_bytes: i64,
-    pub full_scans: u64,
-    /// Counters since the daemon began.
-    pub merged: u64,
-    pub breaks: u64,
-    pub cpu_ns: u64,
-    pub domains: Vec<Domain>,
-    pub clients: Vec<Client>,
-    /// Processes that asked to be managed and could not be: name and reason.
-    pub not_covered: Vec<(String, String)>,
+impl Sample {
+    /// The cold tier; `None` if there is none.
+    pub fn cold(&self) -> Option<&ColdStatus> {
+        self.status.as_ref().map(|status| &status.cold).filter(|cold| !cold.domains.is_empty())
+    }
 }
 
-/// A domain.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Domain {
-    pub name: String,
-    pub pages: u64,
-    pub net_bytes: i64,
-}
-
-/// A client. Counts are pages.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Client {
-    pub pid: i32,
-    pub name: String,
-    pub domain: String,
-    pub pages: u64,
-    pub sharing: u64,
-    pub zero: u64,
-    pub volatile: u64,
-    pub candidate: u64,
-    pub breaks: u64,
-    pub cpu_ns: u64,
-    pub longest_wait: Duration,
-    pub paused: bool,
-    /// Reason and pages.
-    pub not_merged: Vec<(String, u64)>,
+/// The sum of `of` over `all`.
+pub fn sum<T>(all: &[T], of: impl Fn(&T) -> u64) -> u64 {
+    all.iter().map(of).sum()
 }
 
 /// A mount of disk images, or one of its images.
@@ -105,43 +66,11 @@ pub struct Images {
     pub saved_bytes: u64,
 }
 
-/// The cold tier.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Cold {
-    pub pages: u64,
-    pub held_bytes: u64,
-    pub limit_bytes: u64,
-    pub disk_bytes: u64,
-    pub stores: u64,
-    pub loads: u64,
-    /// Touches of pages that were out.
-    pub faults: u64,
-    pub domains: Vec<String>,
-    pub clients: Vec<ColdClient>,
-}
-
-/// A client of the cold tier. Counts are pages.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct ColdClient {
-    pub pid: i32,
-    pub name: String,
-    pub domain: String,
-    pub out: u64,
-    pub back: u64,
-    pub faults: u64,
-    pub lost: u64,
-    /// Time that its threads waited for pages.
-    pub waited: Duration,
-    pub cpu_ns: u64,
-    /// What is to be said beside its name.
-    pub state: &'static str,
-}
-
 /// What happened between two samples, per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Rates {
     pub merged: f64,
-    pub breaks: f64,
+    pub cow_breaks: f64,
     /// Processors in use, 1.0 is one.
     pub cpu: f64,
     /// Touches of cold pages.
@@ -153,9 +82,9 @@ pub struct Rates {
 /// One point of the graphs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
-    pub net_bytes: i64,
+    pub saved_bytes: i64,
     pub cold_bytes: u64,
-    pub cold_held_bytes: u64,
+    pub cold_memory_bytes: u64,
     pub disk_saved_bytes: u64,
     pub disk_held_bytes: u64,
     pub image_saved_bytes: u64,
@@ -281,17 +210,19 @@ impl View {
             _ => 0.0,
         };
         let mut point = Point::default();
-        if let Some(live) = &sample.live {
-            let then = before.live.as_ref();
-            point.net_bytes = live.net_bytes;
-            point.rates.merged = per_second(live.merged, then.map(|live| live.merged));
-            point.rates.breaks = per_second(live.breaks, then.map(|live| live.breaks));
-            point.rates.cpu = per_second(live.cpu_ns, then.map(|live| live.cpu_ns)) / 1e9;
+        if let Some(status) = &sample.status {
+            let (now, then) = (&status.totals, before.status.as_ref().map(|status| &status.totals));
+            let merged = |totals: &Totals| totals.pages_merged + totals.pages_zeroed;
+            point.saved_bytes = now.saved_bytes;
+            point.rates.merged = per_second(merged(now), then.map(merged));
+            point.rates.cow_breaks = per_second(now.cow_breaks, then.map(|totals| totals.cow_breaks));
+            point.rates.cpu = per_second(now.cpu_ns, then.map(|totals| totals.cpu_ns)) / 1e9;
         }
-        if let Some(cold) = &sample.cold {
-            point.cold_bytes = cold.pages * pagefold_os::PAGE_SIZE as u64;
-            point.cold_held_bytes = cold.held_bytes;
-            point.rates.faults = per_second(cold.faults, before.cold.as_ref().map(|cold| cold.faults));
+        if let Some(cold) = sample.cold() {
+            let faults = |cold: &ColdStatus| sum(&cold.clients, |client| client.refaults);
+            point.cold_bytes = sum(&cold.domains, |tier| tier.cold_bytes);
+            point.cold_memory_bytes = sum(&cold.domains, |tier| tier.memory_bytes);
+            point.rates.faults = per_second(faults(cold), before.cold().map(faults));
         }
         let misses = |disks: &[Disk]| disks.iter().map(|disk| disk.misses).sum();
         // Mounts come and go: what the first sample with one counted was not read in this second.
@@ -333,8 +264,8 @@ impl View {
     /// Names of the domains on show, of all products, in order.
     pub fn domains(&self) -> Vec<String> {
         let sample = &self.sample;
-        let live = sample.live.iter().flat_map(|live| live.domains.iter().map(|domain| domain.name.clone()));
-        let cold = sample.cold.iter().flat_map(|cold| cold.domains.iter().cloned());
+        let live = sample.status.iter().flat_map(|status| status.domains.iter().map(|domain| domain.name.clone()));
+        let cold = sample.cold().into_iter().flat_map(|cold| cold.domains.iter().map(|tier| tier.name.clone()));
         let images = sample.images.iter().map(|store| store.domain.clone());
         let mut names: Vec<String> = live.chain(cold).chain(images).collect();
         names.sort();
@@ -354,15 +285,15 @@ impl View {
 
     /// The clients of the cold tier to show, in order.
     pub fn cold_clients(&self) -> Vec<&ColdClient> {
-        let all = self.sample.cold.iter().flat_map(|cold| &cold.clients);
+        let all = self.sample.cold().into_iter().flat_map(|cold| &cold.clients);
         let mut clients: Vec<&ColdClient> = all.filter(|client| self.shows(&client.domain)).collect();
         clients.sort_by(|a, b| {
             let order = match self.sort {
-                Sort::Shared => b.out.cmp(&a.out),
-                Sort::Managed => b.back.cmp(&a.back),
-                Sort::Volatile => b.waited.cmp(&a.waited),
-                Sort::Breaks => b.faults.cmp(&a.faults),
-                Sort::Cpu => b.cpu_ns.cmp(&a.cpu_ns),
+                Sort::Shared => b.pages_out.cmp(&a.pages_out),
+                Sort::Managed => b.pages_returned.cmp(&a.pages_returned),
+                Sort::Volatile => b.fault_ns.cmp(&a.fault_ns),
+                Sort::Breaks => b.refaults.cmp(&a.refaults),
+                Sort::Cpu => b.agent_cpu_ns.cmp(&a.agent_cpu_ns),
                 Sort::Name => a.name.cmp(&b.name),
                 Sort::Pid => a.pid.cmp(&b.pid),
             };
@@ -382,16 +313,17 @@ impl View {
 
     /// The clients to show, in order.
     pub fn clients(&self) -> Vec<&Client> {
-        let all = self.sample.live.iter().flat_map(|live| &live.clients);
+        let all = self.sample.status.iter().flat_map(|status| &status.clients);
         let mut clients: Vec<&Client> = all.filter(|client| self.shows(&client.domain)).collect();
+        let shown = |client: &Client| client.stats.pages_sharing + client.stats.pages_zero;
         clients.sort_by(|a, b| {
             // Largest number first, names and process ids from the front.
             let order = match self.sort {
-                Sort::Shared => (b.sharing + b.zero).cmp(&(a.sharing + a.zero)),
-                Sort::Managed => b.pages.cmp(&a.pages),
-                Sort::Volatile => b.volatile.cmp(&a.volatile),
-                Sort::Breaks => b.breaks.cmp(&a.breaks),
-                Sort::Cpu => b.cpu_ns.cmp(&a.cpu_ns),
+                Sort::Shared => shown(b).cmp(&shown(a)),
+                Sort::Managed => b.stats.pages.cmp(&a.stats.pages),
+                Sort::Volatile => b.stats.pages_volatile.cmp(&a.stats.pages_volatile),
+                Sort::Breaks => b.stats.cow_breaks.cmp(&a.stats.cow_breaks),
+                Sort::Cpu => b.stats.agent_cpu_ns.cmp(&a.stats.agent_cpu_ns),
                 Sort::Name => a.name.cmp(&b.name),
                 Sort::Pid => a.pid.cmp(&b.pid),
             };
@@ -468,21 +400,23 @@ impl View {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_daemon::cold::ColdDomain;
+    use pagefold_merge::stats::{ClientStats, DomainStats};
 
     fn client(pid: i32, domain: &str, sharing: u64) -> Client {
-        Client { pid, name: format!("client-{pid}"), domain: domain.into(), sharing, ..Client::default() }
+        let stats = ClientStats { pages_sharing: sharing, ..ClientStats::default() };
+        Client { pid, name: format!("client-{pid}"), domain: domain.into(), stats, ..Client::default() }
     }
 
     fn sample(second: u64, merged: u64) -> Sample {
-        let domain = |name: &str| Domain { name: name.into(), ..Domain::default() };
+        let domain = |name: &str| DomainStats { name: name.into(), ..DomainStats::default() };
         Sample {
             at: Duration::from_secs(second),
-            live: Some(Live {
-                merged,
-                net_bytes: 1 << 20,
+            status: Some(Status {
+                totals: Totals { pages_merged: merged, saved_bytes: 1 << 20, ..Totals::default() },
                 domains: vec![domain("a"), domain("b")],
                 clients: vec![client(1, "a", 5), client(2, "b", 50), client(3, "a", 7)],
-                ..Live::default()
+                ..Status::default()
             }),
             ..Sample::default()
         }
@@ -552,14 +486,18 @@ mod tests {
         let cold = |pid, domain: &str, out, faults| ColdClient {
             pid,
             domain: domain.into(),
-            out,
-            faults,
+            pages_out: out,
+            refaults: faults,
             ..ColdClient::default()
         };
         let mut view = View::new(false);
         let clients = vec![cold(7, "c", 1, 9), cold(8, "a", 5, 0)];
-        let tier = Cold { domains: vec!["a".into(), "c".into()], clients, ..Cold::default() };
-        view.push(Sample { cold: Some(tier), ..sample(0, 0) });
+        let tier = |name: &str| ColdDomain { name: name.into(), ..ColdDomain::default() };
+        let mut sample = sample(0, 0);
+        if let Some(status) = &mut sample.status {
+            status.cold = ColdStatus { domains: vec![tier("a"), tier("c")], clients, ..ColdStatus::default() };
+        }
+        view.push(sample);
         let pids = |view: &View| view.cold_clients().iter().map(|client| client.pid).collect::<Vec<_>>();
         press(&mut view, "4");
         assert_eq!(pids(&view), [8, 7], "most out first");

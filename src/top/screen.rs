@@ -2,14 +2,16 @@
 //!
 //! Made for 80 columns and 24 lines; smaller screens lose the graphs first, then the reasons, never the keys.
 
-use super::{Pane, Point, Rates, View};
+use super::{Pane, Point, Rates, View, sum};
 use crate::output::shorten;
-use crate::units::{show_count, show_duration, show_percent, show_size, show_size_signed};
+use crate::units::{show_count, show_counted, show_duration, show_percent, show_size, show_size_signed};
+use pagefold_daemon::cold::ColdDomain;
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Borders, Cell, Clear, Paragraph, Row, Sparkline, Table, TableState};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
@@ -86,41 +88,42 @@ pub fn draw(frame: &mut Frame, view: &View) {
 
 fn head_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     let still = if view.frozen { " [still]" } else { "" };
-    let Some(live) = &view.sample().live else {
+    let Some(status) = &view.sample().status else {
         let trouble = view.sample().trouble.clone().unwrap_or_else(|| "waiting for the daemon".into());
         return vec![
             Line::from(vec![Span::styled("pagefold", palette.title()), Span::raw(still)]),
             Line::styled(trouble, palette.warn()),
         ];
     };
-    let Rates { merged, breaks, cpu, .. } = view.now().rates;
-    let (who, net_bytes, pages) = match &view.domain {
-        None => (String::new(), live.net_bytes, live.pages),
+    let Rates { merged, cow_breaks, cpu, .. } = view.now().rates;
+    let totals = &status.totals;
+    let (domain, saved_bytes, pages) = match &view.domain {
+        None => (String::new(), totals.saved_bytes, totals.pages),
         Some(name) => {
-            let mine: Vec<_> = live.domains.iter().filter(|domain| domain.name == *name).collect();
-            let net = mine.iter().map(|domain| domain.net_bytes).sum();
-            (format!("  {}", shorten(name, 20)), net, mine.iter().map(|domain| domain.pages).sum())
+            let mine: Vec<_> = status.domains.iter().filter(|domain| domain.name == *name).collect();
+            let profit = mine.iter().map(|domain| domain.general_profit).sum();
+            (format!("  {}", shorten(name, 20)), profit, mine.iter().map(|domain| domain.pages).sum())
         }
     };
     let first = vec![
         Span::styled("pagefold", palette.title()),
-        Span::raw(format!("{who}  saves ")),
-        Span::styled(show_size_signed(net_bytes), if net_bytes > 0 { palette.good() } else { palette.warn() }),
+        Span::raw(format!("{domain}  saves ")),
+        Span::styled(show_size_signed(saved_bytes), if saved_bytes > 0 { palette.good() } else { palette.warn() }),
         Span::raw(format!(
-            " net of {} managed ({})",
+            " of {} managed ({})",
             show_size(pages * PAGE),
-            show_percent(net_bytes.max(0).unsigned_abs(), pages * PAGE)
+            show_percent(saved_bytes.max(0).unsigned_abs(), pages * PAGE)
         )),
         Span::styled(still, palette.warn()),
     ];
     let second = format!(
-        "merging {}/s  breaks {}/s  our cpu {:.1} %  pool {}  records {}  clients {}",
+        "merging {}/s  breaks {}/s  cpu {:.1} %  pool {}  records {}  clients {}",
         show_count(merged.round() as u64),
-        show_count(breaks.round() as u64),
+        show_count(cow_breaks.round() as u64),
         cpu * 100.0,
-        show_size(live.pool_bytes),
-        show_size(live.metadata_bytes),
-        live.clients.len(),
+        show_size(totals.pool_bytes + totals.pool_orphaned_bytes),
+        show_size(totals.metadata_bytes + totals.mapping_bytes),
+        status.clients.len(),
     );
     vec![Line::from(first), Line::raw(second)]
 }
@@ -140,15 +143,17 @@ fn draw_graphs(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     let size = |name: &str, bytes: u64| format!("{name} {}", show_size(bytes));
     let graphs: [Graph; 3] = match view.pane {
         Pane::Live => [
-            (net, format!("net {}", show_size_signed(now.net_bytes)), |point| point.net_bytes.max(0).unsigned_abs()),
+            (net, format!("saved {}", show_size_signed(now.saved_bytes)), |point| {
+                point.saved_bytes.max(0).unsigned_abs()
+            }),
             (merged, per_second("merged", rates.merged), |point| point.rates.merged.round() as u64),
-            (breaks, per_second("breaks", rates.breaks), |point| point.rates.breaks.round() as u64),
+            (breaks, per_second("breaks", rates.cow_breaks), |point| point.rates.cow_breaks.round() as u64),
         ],
         Pane::Cold => [
             (net, size("cold", now.cold_bytes), |point| point.cold_bytes),
             (merged, per_second("faults", rates.faults), |point| point.rates.faults.round() as u64),
             // A sparkline has whole numbers.
-            (breaks, format!("our cpu {:.1} %", rates.cpu * 100.0), |point| (point.rates.cpu * 1e4).round() as u64),
+            (breaks, format!("cpu {:.1} %", rates.cpu * 100.0), |point| (point.rates.cpu * 1e4).round() as u64),
         ],
         Pane::Disks => [
             (net, size("saves", now.disk_saved_bytes), |point| point.disk_saved_bytes),
@@ -158,7 +163,7 @@ fn draw_graphs(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
         Pane::Images => [
             (net, size("saves", now.image_saved_bytes), |point| point.image_saved_bytes),
             (merged, size("holds", now.image_held_bytes), |point| point.image_held_bytes),
-            (breaks, format!("our cpu {:.1} %", rates.cpu * 100.0), |point| (point.rates.cpu * 1e4).round() as u64),
+            (breaks, format!("cpu {:.1} %", rates.cpu * 100.0), |point| (point.rates.cpu * 1e4).round() as u64),
         ],
     };
     for (area, title, value) in graphs {
@@ -181,17 +186,17 @@ fn product_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     let mut line = |name: &'static str, text: String| {
         lines.push(Line::from(vec![Span::styled(format!("{name:7}"), palette.title()), Span::raw(text)]));
     };
-    if let Some(live) = &sample.live {
+    if let Some(status) = &sample.status {
         let size = |pages: u64| show_size(pages * PAGE);
         line(
             "pages",
             format!(
-                "shared {} in {}  zero {}  candidate {}  volatile {}",
-                size(live.sharing),
-                size(live.shared),
-                size(live.zero),
-                size(live.candidate),
-                size(live.volatile),
+                "shared {} in {}  zero {}  unshared {}  volatile {}",
+                size(status.totals.pages_sharing),
+                size(status.totals.pages_shared),
+                size(status.totals.pages_zero),
+                size(status.totals.pages_unshared),
+                size(status.totals.pages_volatile),
             ),
         );
     }
@@ -201,8 +206,8 @@ fn product_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
         line(
             "disks",
             format!(
-                "{} mounts  saves {}  I/O {}  holds {}  hits {}",
-                sample.disks.len(),
+                "{}  saves {}  I/O {}  holds {}  hits {}",
+                show_counted(sample.disks.len() as u64, "mount", "mounts"),
                 show_size(sum(|disk| disk.saved_bytes)),
                 show_size(sum(|disk| disk.io_saved_bytes)),
                 show_size(sum(|disk| disk.resident_bytes)),
@@ -215,23 +220,24 @@ fn product_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
         line(
             "images",
             format!(
-                "{} mounts  saves {}  holds {}",
-                sum(|store| store.mounts),
+                "{}  saves {}  holds {}",
+                show_counted(sum(|store| store.mounts), "mount", "mounts"),
                 show_size(sum(|store| store.saved_bytes)),
                 show_size(sum(|store| store.resident_bytes))
             ),
         );
     }
-    if let Some(cold) = &sample.cold {
-        let saved = (cold.pages * PAGE).saturating_sub(cold.held_bytes);
+    if let Some(cold) = sample.cold() {
+        let sum = |f: fn(&ColdDomain) -> u64| super::sum(&cold.domains, f);
+        let (cold_bytes, memory_bytes) = (sum(|tier| tier.cold_bytes), sum(|tier| tier.memory_bytes));
         line(
             "cold",
             format!(
                 "{} in {} of memory and {} on disk  saves {}",
-                show_size(cold.pages * PAGE),
-                show_size(cold.held_bytes),
-                show_size(cold.disk_bytes),
-                show_size(saved)
+                show_size(cold_bytes),
+                show_size(memory_bytes),
+                show_size(sum(|tier| tier.disk_bytes)),
+                show_size_signed(cold_bytes as i64 - memory_bytes as i64)
             ),
         );
     }
@@ -256,7 +262,7 @@ fn heading(names: &[&'static str], palette: Palette, underlined: Option<&str>) -
 fn draw_clients(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     let clients = view.clients();
     if clients.is_empty() {
-        let text = match &view.sample().live {
+        let text = match &view.sample().status {
             Some(_) => "No clients. Start one: pagefold run -- CMD",
             None => "",
         };
@@ -280,18 +286,18 @@ fn draw_clients(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     widths.extend([6, 8].map(Constraint::Length));
     let rows = clients.iter().map(|client| {
         let size = |pages: u64| right(show_size(pages * PAGE));
-        let paused = if client.paused { "‖ " } else { "" };
+        let paused = if client.stats.paused { "‖ " } else { "" };
         let mut cells =
             vec![right(client.pid.to_string()), Cell::from(format!("{paused}{}", shorten(&client.name, 24)))];
         if domains {
             cells.push(Cell::from(shorten(&client.domain, 12)));
         }
-        cells.extend([size(client.pages), size(client.sharing)]);
-        cells.extend(zero.then(|| size(client.zero)));
+        cells.extend([size(client.stats.pages), size(client.stats.pages_sharing)]);
+        cells.extend(zero.then(|| size(client.stats.pages_zero)));
         cells.extend([
-            size(client.volatile),
-            right(show_short(client.breaks)),
-            right(show_duration(Duration::from_nanos(client.cpu_ns))),
+            size(client.stats.pages_volatile),
+            right(show_short(client.stats.cow_breaks)),
+            right(show_duration(Duration::from_nanos(client.stats.agent_cpu_ns))),
         ]);
         Row::new(cells)
     });
@@ -358,34 +364,34 @@ fn draw_images(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
 }
 
 fn draw_cold(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
-    let Some(cold) = &view.sample().cold else {
+    let Some(cold) = view.sample().cold() else {
         frame.render_widget(Paragraph::new("No client of the cold tier. Start one: pagefold run --cold -- CMD"), area);
         return;
     };
     let sums = Line::from(format!(
-        "tier  {} of {} in memory, {} on disk; {} pages went out, {} came back",
-        show_size(cold.held_bytes),
-        show_size(cold.limit_bytes),
-        show_size(cold.disk_bytes),
-        show_short(cold.stores),
-        show_short(cold.loads)
+        "tier  {} of {} in memory, {} on disk; {} pages evicted, {} returned",
+        show_size(sum(&cold.domains, |tier| tier.memory_bytes)),
+        show_size(sum(&cold.domains, |tier| tier.max_bytes)),
+        show_size(sum(&cold.domains, |tier| tier.disk_bytes)),
+        show_short(sum(&cold.clients, |client| client.pages_evicted)),
+        show_short(sum(&cold.clients, |client| client.pages_returned))
     ));
     let [top, area] = Layout::vertical([Constraint::Length(1), Constraint::Min(0)]).areas(area);
     frame.render_widget(Paragraph::new(sums), top);
     let clients = view.cold_clients();
     // There should be none lost: on a narrow screen the names are worth more.
-    let lost = area.width >= ZERO_COLUMNS_MIN || clients.iter().any(|client| client.lost > 0);
+    let lost = area.width >= ZERO_COLUMNS_MIN || clients.iter().any(|client| client.pages_lost > 0);
     let rows = clients.iter().map(|client| {
         let mut cells = vec![
             right(client.pid.to_string()),
-            Cell::from(format!("{}{}", shorten(&client.name, 24), client.state)),
+            Cell::from(format!("{}{}", shorten(&client.name, 24), client.state_suffix())),
             Cell::from(shorten(&client.domain, 10)),
-            right(show_size(client.out * PAGE)),
-            right(show_size(client.back * PAGE)),
-            right(show_short(client.faults)),
-            right(show_duration(client.waited)),
+            right(show_size(client.pages_out * PAGE)),
+            right(show_size(client.pages_returned * PAGE)),
+            right(show_short(client.refaults)),
+            right(show_duration(Duration::from_nanos(client.fault_ns))),
         ];
-        cells.extend(lost.then(|| right(show_short(client.lost))));
+        cells.extend(lost.then(|| right(show_short(client.pages_lost))));
         Row::new(cells)
     });
     let rows: Vec<Row> = rows.collect();
@@ -403,9 +409,9 @@ fn draw_cold(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     frame.render_stateful_widget(table, area, &mut state);
 }
 
-/// Why pages were not merged: of the selected client, or of all on show; and who could not be covered.
+/// Why pages were not merged, of the selected client or of all on show; and the last process that could not be managed.
 fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
-    if view.pane != Pane::Live || view.sample().live.is_none() {
+    if view.pane != Pane::Live || view.sample().status.is_none() {
         return Vec::new();
     }
     let clients = view.clients();
@@ -413,16 +419,17 @@ fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
         Some(row) => vec![clients[row]],
         None => clients,
     };
-    let mut reasons: Vec<(String, u64)> = Vec::new();
-    for (reason, pages) in chosen.iter().flat_map(|client| &client.not_merged) {
-        match reasons.iter_mut().find(|(known, _)| known == reason) {
-            Some((_, sum)) => *sum += pages,
-            None => reasons.push((reason.clone(), *pages)),
+    let mut pages_of: BTreeMap<&str, u64> = BTreeMap::new();
+    for client in &chosen {
+        let stats = &client.stats;
+        let refused = stats.not_merged.iter().map(|(reason, pages)| (reason.as_str(), *pages));
+        for (reason, pages) in refused.chain([("in huge pages left whole", stats.pages_huge)]) {
+            *pages_of.entry(reason).or_default() += pages;
         }
     }
-    reasons.retain(|(_, pages)| *pages > 0);
-    reasons.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
-    let who = match (view.selected_row(), chosen.first()) {
+    let mut reasons: Vec<_> = pages_of.into_iter().filter(|(_, pages)| *pages > 0).collect();
+    reasons.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(b.0)));
+    let selected = match (view.selected_row(), chosen.first()) {
         (Some(_), Some(client)) => format!("{} ", client.pid),
         _ => String::new(),
     };
@@ -430,12 +437,15 @@ fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     let text = text.collect::<Vec<_>>().join(", ");
     let text = if text.is_empty() { "none".to_owned() } else { text };
     let mut lines =
-        vec![Line::from(vec![Span::styled(format!("{who}not merged: "), palette.title()), Span::raw(text)])];
-    let wait = chosen.iter().map(|client| client.longest_wait).max().unwrap_or_default();
-    let not_covered = view.sample().live.iter().flat_map(|live| &live.not_covered).last();
-    lines.push(match not_covered {
-        Some((name, reason)) => Line::styled(format!("not covered: {}: {reason}", shorten(name, 20)), palette.warn()),
-        None => Line::styled(format!("longest wait for a remap: {}", show_duration(wait)), palette.dim()),
+        vec![Line::from(vec![Span::styled(format!("{selected}not merged: "), palette.title()), Span::raw(text)])];
+    let wait = chosen.iter().map(|client| client.freeze_ns_max).max().unwrap_or_default();
+    let unmanaged = view.sample().status.iter().flat_map(|status| &status.unmanaged_processes).last();
+    lines.push(match unmanaged {
+        Some(process) => {
+            let name = format!("{} {}", process.pid, process.name);
+            Line::styled(format!("not managed: {}: {}", shorten(&name, 20), process.reason), palette.warn())
+        }
+        None => Line::styled(format!("longest wait: {}", show_duration(Duration::from_nanos(wait))), palette.dim()),
     });
     lines
 }
@@ -466,18 +476,18 @@ const HELP: &[(&str, &str)] = &[
     ("s, r", "next sort key, reverse"),
     ("d", "next domain, then all"),
     ("up, down, PgUp, PgDn", "select a client; shows why its pages do not merge"),
-    ("Space", "keep the picture still"),
+    ("Space", "freeze the display"),
     ("Esc", "drop selection and filter; then quit"),
     ("", ""),
-    ("managed", "memory that clients gave us"),
-    ("shared", "shown from one copy"),
+    ("managed", "client memory that pagefold scans"),
+    ("shared", "mapped from one copy in the pool"),
     ("zero", "zero pages dropped"),
-    ("candidate", "silent, without a twin"),
-    ("volatile", "written within the last two periods"),
-    ("breaks", "merged pages that were written again"),
-    ("cpu", "our time spent on the client"),
-    ("out, back", "pages in the cold tier, pages that came from there"),
-    ("faults, waited", "touches of cold pages, and what they took"),
+    ("unshared", "unwritten for two scans, without an equal page"),
+    ("volatile", "written within the last two scans"),
+    ("cow_breaks", "merged pages that were written again"),
+    ("cpu", "processor time of the client's agent"),
+    ("out, back", "pages in the cold tier, pages that returned from it"),
+    ("faults, waited", "faults on cold pages, and the time they took"),
 ];
 
 fn draw_help(frame: &mut Frame, area: Rect, palette: Palette) {
@@ -497,6 +507,9 @@ fn draw_help(frame: &mut Frame, area: Rect, palette: Palette) {
 mod tests {
     use super::super::*;
     use super::*;
+    use pagefold_daemon::cold::ColdStatus;
+    use pagefold_daemon::status::{Client, Status, Totals};
+    use pagefold_merge::stats::{ClientStats, DomainStats};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
@@ -515,48 +528,57 @@ mod tests {
                 pid,
                 name: format!("qemu\x1b[2J-{pid}"),
                 domain: if pid % 2 == 0 { "alice" } else { "bob" }.into(),
-                pages: 1 << 17,
-                sharing: 1000 * pid.unsigned_abs() as u64,
-                zero: 50,
-                volatile: 77,
-                breaks: 123_456,
-                cpu_ns: 1_500_000_000,
-                not_merged: vec![("pinned".into(), 5), ("mapping limit".into(), 7)],
+                stats: ClientStats {
+                    pages: 1 << 17,
+                    pages_sharing: 1000 * pid.unsigned_abs() as u64,
+                    pages_zero: 50,
+                    pages_volatile: 77,
+                    cow_breaks: 123_456,
+                    agent_cpu_ns: 1_500_000_000,
+                    not_merged: [("pinned".into(), 5), ("mapping limit".into(), 7)].into(),
+                    ..ClientStats::default()
+                },
                 ..Client::default()
             };
-            let domain = |name: &str| Domain { name: name.into(), ..Domain::default() };
+            let domain = |name: &str| DomainStats { name: name.into(), ..DomainStats::default() };
             view.push(Sample {
                 at: Duration::from_secs(second),
-                live: Some(Live {
-                    pages: 1 << 20,
-                    sharing: 300_000,
-                    shared: 100_000,
-                    net_bytes: (second as i64) << 23,
-                    merged: second * second * 10,
-                    breaks: second * 3,
-                    cpu_ns: second * 20_000_000,
+                status: Some(Status {
+                    totals: Totals {
+                        pages: 1 << 20,
+                        pages_sharing: 300_000,
+                        pages_shared: 100_000,
+                        saved_bytes: (second as i64) << 23,
+                        pages_merged: second * second * 10,
+                        cow_breaks: second * 3,
+                        cpu_ns: second * 20_000_000,
+                        ..Totals::default()
+                    },
                     domains: vec![domain("alice"), domain("bob")],
                     clients: (1..=30).map(client).collect(),
-                    ..Live::default()
+                    cold: ColdStatus {
+                        domains: vec![ColdDomain {
+                            name: "alice".into(),
+                            cold_bytes: 1000 * PAGE,
+                            memory_bytes: 1 << 20,
+                            ..ColdDomain::default()
+                        }],
+                        clients: vec![ColdClient {
+                            pid: 99,
+                            name: "sleeper".into(),
+                            domain: "alice".into(),
+                            pages_out: 1000,
+                            refaults: second * 7,
+                            connected: true,
+                            parked: true,
+                            ..ColdClient::default()
+                        }],
+                        ..ColdStatus::default()
+                    },
+                    ..Status::default()
                 }),
                 disks: vec![Disk { name: "/mnt".into(), saved_bytes: 5 << 20, hits: 3, misses: 1, ..Disk::default() }],
                 images: vec![Images { name: "/var/lib/images".into(), mounts: 2, ..Images::default() }],
-                cold: Some(Cold {
-                    pages: 1000,
-                    held_bytes: 1 << 20,
-                    faults: second * 7,
-                    domains: vec!["alice".into()],
-                    clients: vec![ColdClient {
-                        pid: 99,
-                        name: "sleeper".into(),
-                        domain: "alice".into(),
-                        out: 1000,
-                        faults: 7,
-                        state: " (parked)",
-                        ..ColdClient::default()
-                    }],
-                    ..Cold::default()
-                }),
                 ..Sample::default()
             });
         }
@@ -568,13 +590,13 @@ mod tests {
         let screen = rendered(&busy(), 80, 24);
         let text = screen.join("\n");
         for part in [
-            "saves 792 MiB net of 4.00 GiB managed (19.3 %)",
-            "merging 1,970/s  breaks 3/s  our cpu 2.0 %",
+            "saves 792 MiB of 4.00 GiB managed (19.3 %)",
+            "merging 1,970/s  breaks 3/s  cpu 2.0 %",
             "pages  shared 1.14 GiB in 391 MiB",
-            "disks  1 mounts  saves 5.00 MiB",
+            "disks  1 mount  saves 5.00 MiB",
             "images 2 mounts",
             "cold   3.91 MiB in 1.00 MiB",
-            "net 792 MiB",
+            "saved 792 MiB",
             "not merged: mapping limit 210, pinned 150",
             "q quit  ? help  Tab live  s sort: shared  d domain: all  ↑↓ select  Space still",
         ] {
@@ -631,7 +653,7 @@ mod tests {
         let text = rendered(&view, 80, 24).join("\n");
         assert!(text.contains("no daemon: pagefold run starts one"), "{text}");
         let mut view = View::new(true);
-        view.push(Sample { live: Some(Live::default()), ..Sample::default() });
+        view.push(Sample { status: Some(Status::default()), ..Sample::default() });
         assert!(rendered(&view, 80, 24).join("\n").contains("No clients. Start one: pagefold run -- CMD"));
     }
 

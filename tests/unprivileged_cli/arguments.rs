@@ -54,7 +54,7 @@ fn exit_codes_are_those_of_the_help_text() {
     }
     let socket = tool.socket();
     std::fs::write(tool.dir.path().join("plain"), "no program").expect("a file");
-    let run = |program: &'static str| vec!["run", "--backend", "remap", "--socket", &socket, "--", program];
+    let run = |program: &'static str| vec!["run", "--backend", "agent", "--socket", &socket, "--", program];
     let merges = tool.run(&["doctor"]).status.success();
     let slashes = "/".repeat(100);
     for (args, code) in [
@@ -81,6 +81,8 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["park"], 2),
         (vec!["park", "--all", "1"], 2),
         (vec!["unmerge"], 2),
+        (vec!["pause"], 2),
+        (vec!["resume"], 2),
         (vec!["scan"], 2),
         (vec!["scan", "--tree", "x", "--sample", "1/4"], 2),
         (vec!["image", "build", "--name", "", "plain"], 2),
@@ -89,16 +91,16 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["daemon", "--tier-max", "1"], 2),
         (vec!["daemon", "--vma-budget", "524289"], 2),
         (vec!["pause", "abc"], 2),
-        (vec!["daemon", "--period", "1ms"], 2),
-        (vec!["daemon", "--cold-tick", "49ms"], 2),
+        (vec!["daemon", "--scan-interval", "1ms"], 2),
+        (vec!["daemon", "--cold-scan-interval", "49ms"], 2),
         (vec!["disk", "mount", "/no/such", "/no/such", "--cache-size", "4T"], 2),
         (vec!["disk", "mount", "/no/such", "/no/such", "--cache-size", "4095K"], 2),
         (vec!["disk", "mount", "/no/such", "/no/such", "--cache-size", "4M"], 1),
         (vec!["demo", "--size", "1"], 2),
         (vec!["demo", "--processes", "0"], 2),
         (vec!["run"], 125),
-        (vec!["run", "--tolerance", "5", "--", "true"], 125),
-        (vec!["run", "--backend", "remap", "--socket", "/no/such/dir/s", "--", "true"], 125),
+        (vec!["run", "--refault-budget", "5", "--", "true"], 125),
+        (vec!["run", "--backend", "agent", "--socket", "/no/such/dir/s", "--", "true"], 125),
         (vec!["--config", "none", "run", "--no-such-option"], 125),
         (vec!["run", "--domain", "", "--", "true"], 125),
         (run("/no/such/program"), 127),
@@ -141,7 +143,7 @@ fn examples_fit_a_terminal() {
 #[test]
 fn a_closed_standard_error_changes_no_exit_status() {
     let tool = Tool::new();
-    let refused = vec!["run", "--backend", "remap", "--socket", "/no/such/dir/s", "--", "true"];
+    let refused = vec!["run", "--backend", "agent", "--socket", "/no/such/dir/s", "--", "true"];
     for (args, code) in [(refused, 125), (vec!["scan", "/no/such/file"], 1)] {
         let (reader, writer) = std::io::pipe().expect("a pipe");
         drop(reader);

@@ -84,7 +84,7 @@ fn a_daemon_that_is_stopped_is_named_with_its_cure() {
     let mut commands: Vec<(&[&str], i32)> = vec![
         (&["status"], 1),
         (&["status", "--json"], 1),
-        (&["pause"], 1),
+        (&["pause", "--all"], 1),
         (&["resume", "1", "2"], 1),
         (&["unmerge", "1"], 1),
         (&["verify"], 1),

@@ -73,7 +73,7 @@ fn a_requested_proof_that_cannot_be_given_is_a_failure() {
     assert!(tool.run(&["image", "verify"]).status.success());
     // Root of a namespace of its own is not root here.
     let mut inside = Command::new("unshare");
-    inside.args(["--user", "--map-root-user", env!("CARGO_BIN_EXE_pagefold"), "image", "verify", "--frames"]);
+    inside.args(["--user", "--map-root-user", env!("CARGO_BIN_EXE_pagefold"), "image", "verify", "--check-frames"]);
     inside.current_dir(tool.dir.path()).stdin(Stdio::null());
     inside.env("PAGEFOLD_CONFIG", "none").env("PAGEFOLD_STORE", tool.dir.path().join("store"));
     match inside.output() {

@@ -124,7 +124,7 @@ fn redis_once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Resul
     let rate = run(requests)?;
     let faults = (faults()? - earlier) / requests as f64;
     let held =
-        if tier { sum(&backend.status()?["cold"]["domains"], "held_bytes") } else { Zswap::bytes().0 - before.0 };
+        if tier { sum(&backend.status()?["cold"]["domains"], "memory_bytes") } else { Zswap::bytes().0 - before.0 };
     Ok([rate, (used(&group) as f64 + held) / 1e6, faults])
 }
 

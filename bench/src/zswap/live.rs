@@ -135,7 +135,7 @@ impl Live {
 
     /// Memory of the tier.
     fn held(&self) -> io::Result<f64> {
-        Ok(self.tiers()?.iter().map(|tier| tier.held_bytes).sum::<u64>() as f64)
+        Ok(self.tiers()?.iter().map(|tier| tier.memory_bytes).sum::<u64>() as f64)
     }
 
     /// The client's answer to `word` with everything evicted as LZ4, with busy processors or without.
@@ -148,9 +148,9 @@ impl Live {
         let busy = is_busy.then(Busy::start);
         let answer = self.ask(word)?;
         drop(busy);
-        let contents: u64 = kept.iter().map(|tier| tier.contents).sum();
-        let dense: u64 = kept.iter().map(|tier| tier.contents_dense).sum();
-        let recompressed: u64 = self.tiers()?.iter().map(|tier| tier.recompressed).sum();
+        let contents: u64 = kept.iter().map(|tier| tier.unique_pages).sum();
+        let dense: u64 = kept.iter().map(|tier| tier.unique_pages_dense).sum();
+        let recompressed: u64 = self.tiers()?.iter().map(|tier| tier.pages_recompressed).sum();
         if contents == 0 || dense + recompressed > 0 {
             let what =
                 format!("{contents} contents are evicted, {dense} of them dense, and {recompressed} were recompressed");

@@ -1,4 +1,4 @@
-//! What the daemon tells about itself: one structure for status, live view, JSON and metrics.
+//! The daemon's status: one structure for `status`, `top`, JSON and metrics.
 
 use pagefold_merge::stats::{ClientStats, DomainStats};
 use serde::{Deserialize, Serialize};
@@ -7,34 +7,42 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Totals {
-    /// Slots that are shared.
+    /// Slots in use.
     pub pages_shared: u64,
     /// Mappings of slots.
     pub pages_sharing: u64,
     /// Zero pages dropped and still holes.
     pub pages_zero: u64,
-    /// Silent pages without a twin.
+    /// Pages unwritten for two scans, without an equal page.
     pub pages_unshared: u64,
     /// Pages that change.
     pub pages_volatile: u64,
     /// Managed pages.
     pub pages: u64,
-    /// Periods passed, summed over clients.
+    /// Scans for writes, summed over clients.
     pub full_scans: u64,
     /// Merged pages that were written again.
-    pub breaks: u64,
-    /// Pages ever merged.
+    pub cow_breaks: u64,
+    /// Pages mapped to slots.
     pub pages_merged: u64,
-    /// Bytes that clients no longer hold.
-    pub saved_bytes: u64,
+    /// Zero pages dropped.
+    pub pages_zeroed: u64,
+    /// Bytes of clients' shared and zero pages, before anything of pagefold's own is subtracted.
+    pub deduplicated_bytes: u64,
     /// Bytes of pool segments.
     pub pool_bytes: u64,
     /// Bytes of released pool segments that a process still maps.
-    pub pool_lingering_bytes: u64,
-    /// Bytes of our own records and of kernel mappings.
+    pub pool_orphaned_bytes: u64,
+    /// Bytes of index, tables and ledgers.
     pub metadata_bytes: u64,
-    /// Saved bytes less pool, what lingers of it, and metadata.
+    /// Bytes of kernel mappings that merging costs, estimated at 245 bytes each.
+    pub mapping_bytes: u64,
+    /// Deduplicated bytes less pool, orphaned pool, metadata and mappings: KSM's general_profit.
     pub general_profit: i64,
+    /// Other memory of pagefold: the daemon's and the keeper's own, and agents at 256 KiB each, estimated.
+    pub process_bytes: u64,
+    /// Memory that would be in use without live merging, less all that pagefold uses: general_profit less process_bytes.
+    pub saved_bytes: i64,
     /// Processor time of daemon and agents, in nanoseconds.
     pub cpu_ns: u64,
 }
@@ -65,7 +73,7 @@ pub struct Client {
 /// A process that asked to be managed and could not be.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct NotCovered {
+pub struct UnmanagedProcess {
     /// Process id.
     pub pid: i32,
     /// Command name.
@@ -86,10 +94,10 @@ pub struct Status {
     pub uptime_s: f64,
     /// Worker threads per domain.
     pub workers: usize,
-    /// One pass of the watch stage, in seconds.
-    pub period_s: f64,
+    /// Time between two scans for writes, in seconds.
+    pub scan_interval_s: f64,
     /// Resident bytes of the daemon.
-    pub rss_bytes: u64,
+    pub resident_bytes: u64,
     /// Sums.
     pub totals: Totals,
     /// Domains.
@@ -97,20 +105,20 @@ pub struct Status {
     /// Clients.
     pub clients: Vec<Client>,
     /// Processes that could not be managed, the last 64.
-    pub not_covered: Vec<NotCovered>,
+    pub unmanaged_processes: Vec<UnmanagedProcess>,
     /// The cold tier.
     pub cold: crate::cold::ColdStatus,
-    /// How far the comparison is that `verify` asked for last.
+    /// Progress of the last `verify`.
     pub verifying: Verifying,
 }
 
-/// How far a comparison is.
+/// Progress of a comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Verifying {
-    /// Shared mappings that were looked at.
+    /// Shared mappings compared so far.
     pub pages: u64,
-    /// Of so many in the domains that it has come to.
+    /// Shared mappings in the domains reached so far.
     pub pages_total: u64,
 }
 
@@ -118,7 +126,7 @@ pub struct Verifying {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Verified {
-    /// Shared mappings that were looked at.
+    /// Shared mappings compared.
     pub pages: u64,
     /// Of those: the same physical frame as the slot.
     pub same_frame: u64,
@@ -126,9 +134,9 @@ pub struct Verified {
     pub same_bytes: u64,
     /// Written since the ledger was last settled.
     pub broken: u64,
-    /// Not in memory, or the client was gone when we looked.
+    /// Not in memory, or the client had exited.
     pub absent: u64,
-    /// Not looked at: the daemon may not see what this client has in memory.
+    /// Not compared: the daemon may not read this client's page tables.
     pub unseen: u64,
     /// Pages that are wrong.
     pub wrong_pages: u64,

@@ -8,19 +8,34 @@ use std::fmt::Write as _;
 type Family<T> = (&'static str, &'static str, &'static str, &'static str, fn(&T) -> u64);
 
 const OF_MOUNTS: &[Family<Status>] = &[
+    ("uptime_seconds", "gauge", "seconds", "Time since the mount.", |s| s.uptime_s),
     ("resident_bytes", "gauge", "bytes", "Memory that blocks take.", |s| s.resident_bytes),
-    ("limit_bytes", "gauge", "bytes", "Most memory that blocks may take.", |s| s.cache_bytes),
+    ("cache_bytes", "gauge", "bytes", "Limit of the memory for blocks.", |s| s.cache_bytes),
     ("metadata_bytes", "gauge", "bytes", "Memory that bookkeeping takes.", |s| s.metadata_bytes),
     ("memory_saved_bytes", "gauge", "bytes", "Memory that equal blocks would take besides.", |s| s.memory_saved_bytes),
     ("dirty_bytes", "gauge", "bytes", "Blocks newer than the disk.", |s| s.dirty_bytes),
     ("pages_shared", "gauge", "", "Frames that several blocks share.", |s| s.pages_shared),
     ("pages_sharing", "gauge", "", "Blocks that share frames.", |s| s.pages_sharing),
+    ("pages_unshared", "gauge", "", "Clean frames with one block.", |s| s.pages_unshared),
+    ("pages_zero", "gauge", "", "Blocks of zeros, which need no frame.", |s| s.pages_zero),
     ("io_saved_bytes", "counter", "bytes", "Reads that needed no disk.", |s| s.io_saved_bytes),
     ("read_bytes", "counter", "bytes", "Bytes read from the images' disk.", |s| s.disk_read_bytes),
     ("written_bytes", "counter", "bytes", "Bytes written to the images' disk.", |s| s.disk_written_bytes),
     ("hits", "counter", "", "Blocks found in memory.", |s| s.hits),
     ("misses", "counter", "", "Blocks not found in memory.", |s| s.misses),
-    ("breaks", "counter", "", "Shared blocks that were written.", |s| s.breaks),
+    ("cow_breaks", "counter", "", "Shared blocks that were written.", |s| s.cow_breaks),
+    ("shared_on_load", "counter", "", "Blocks whose content was in memory when loaded.", |s| s.shared_on_load),
+    ("shared_after_writeback", "counter", "", "Blocks whose content was in memory when written back.", |s| {
+        s.shared_after_writeback
+    }),
+    ("evictions", "counter", "", "Frames that were evicted.", |s| s.evictions),
+    ("collisions", "counter", "", "Equal fingerprints of unequal blocks.", |s| s.collisions),
+    ("read_ahead_blocks", "counter", "", "Blocks read before they were asked for.", |s| s.read_ahead_blocks),
+    ("syncs", "counter", "", "Syncs that reached the disk.", |s| s.syncs),
+    ("uncached_reads", "counter", "", "Reads that bypassed the cache: no free frame.", |s| s.uncached_reads),
+    ("fingerprint_files_rejected", "counter", "", "Stale or damaged fingerprint files.", |s| {
+        s.fingerprint_files_rejected
+    }),
     ("writeback_errors", "counter", "", "Writebacks that the disk refused.", |s| s.writeback_errors),
 ];
 

@@ -17,7 +17,7 @@ pub(crate) struct ImageCounters {
 /// Counters of the whole cache.
 #[derive(Default)]
 pub(crate) struct Counters {
-    pub(crate) breaks: AtomicU64,
+    pub(crate) cow_breaks: AtomicU64,
     pub(crate) shared_on_load: AtomicU64,
     pub(crate) shared_after_writeback: AtomicU64,
     pub(crate) evictions: AtomicU64,
@@ -77,7 +77,7 @@ pub struct Status {
     /// Bytes written to the images' disk.
     pub disk_written_bytes: u64,
     /// Shared blocks that became private because they were written.
-    pub breaks: u64,
+    pub cow_breaks: u64,
     /// Blocks loaded with a content that was in memory already.
     pub shared_on_load: u64,
     /// Blocks written back with a content that was in memory already.

@@ -133,7 +133,7 @@ fn run(seed: u64, steps: usize) -> [u64; 3] {
     }
     cache.verify().unwrap_or_else(|why| panic!("seed {seed} at the end: {why}"));
     let status = cache.status();
-    [status.shared_on_load + status.shared_after_writeback, status.breaks, status.evictions]
+    [status.shared_on_load + status.shared_after_writeback, status.cow_breaks, status.evictions]
 }
 
 #[test]
@@ -300,7 +300,7 @@ fn equal_images_take_the_memory_of_one() {
     // A write to one image breaks one block of that image only.
     cache.write(&images[2], 4096, b"mine").unwrap();
     let status = cache.status();
-    assert_eq!((status.breaks, status.resident_bytes), (1, (2 << 20) + 4096));
+    assert_eq!((status.cow_breaks, status.resident_bytes), (1, (2 << 20) + 4096));
     assert_eq!(status.images[2].dirty_bytes, 4096);
     cache.read(&images[1], 4096, &mut buffer[..4]).unwrap();
     assert_eq!(buffer[..4], data[4096..4100]);

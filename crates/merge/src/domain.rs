@@ -217,7 +217,7 @@ struct Work {
     lane: usize,
     /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
     block: usize,
-    breaks: u64,
+    cow_breaks: u64,
     refused: BTreeMap<RefusalReason, u64>,
 }
 
@@ -382,7 +382,7 @@ impl Domain {
             idle: None,
             lane: 0,
             block: index_stage::BLOCK_MIN,
-            breaks: 0,
+            cow_breaks: 0,
             refused: BTreeMap::new(),
         };
         let member = Arc::new(Member {
@@ -722,7 +722,7 @@ impl Domain {
             pages_volatile: u64::from(counts.volatile()),
             pages_unshared: u64::from(counts.candidate),
             pages_broken: u64::from(counts.broken),
-            breaks: work.breaks,
+            cow_breaks: work.cow_breaks,
             mappings: work.mappings.max(0) as u64,
             pages_huge,
             not_merged: work.refused.iter().map(|(why, count)| (why_word(*why).to_owned(), *count)).collect(),
@@ -741,7 +741,7 @@ impl Domain {
         let pages_zero = sum(|client| client.pages_zero);
         let metadata_bytes = sum(|client| client.metadata_bytes) + self.index.memory_bytes() + pool.metadata_bytes;
         let mapping_bytes = sum(|client| client.mappings) * MAPPING_BYTES;
-        let saved_bytes = (pool.pages_sharing + pages_zero) * PAGE_SIZE as u64;
+        let deduplicated_bytes = (pool.pages_sharing + pages_zero) * PAGE_SIZE as u64;
         DomainStats {
             name: self.config.name.clone(),
             uid: 0,
@@ -752,12 +752,12 @@ impl Domain {
             pages_volatile: sum(|client| client.pages_volatile),
             pages: sum(|client| client.pages),
             pool_bytes: pool.bytes,
-            pool_lingering_bytes: pool.lingering_bytes,
+            pool_orphaned_bytes: pool.lingering_bytes,
             pool_max_bytes: self.pool.max_bytes(),
             metadata_bytes,
             mapping_bytes,
-            saved_bytes,
-            general_profit: saved_bytes as i64
+            deduplicated_bytes,
+            general_profit: deduplicated_bytes as i64
                 - (pool.bytes + pool.lingering_bytes + metadata_bytes + mapping_bytes) as i64,
             events: self.counters.events(),
             clients,

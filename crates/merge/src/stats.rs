@@ -26,10 +26,10 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Periods that were passed, summed over clients.
+    /// Scans for writes, summed over clients.
     full_scans,
-    /// Of those: without a look at the memory, for the process had no page fault since the last.
-    looks_left_out,
+    /// Of those: memory was not read, because the process had no page fault since the last scan.
+    scans_skipped,
     /// Pages that were read and fingerprinted.
     pages_fingerprinted,
     /// Pages mapped to slots.
@@ -39,30 +39,30 @@ counters! {
     /// Zero pages dropped.
     pages_zeroed,
     /// Merged pages that were written again.
-    breaks,
-    /// Broken pages made plain memory again.
-    healed,
-    /// Merged pages made plain memory again so that their pool segment could go.
-    compacted,
+    cow_breaks,
+    /// Written (broken) pages turned back into plain anonymous memory.
+    pages_restored,
+    /// Merged pages turned back into plain memory so that their pool segment could be freed.
+    pages_compacted,
     /// Merged pages that the program discarded, unmapped or replaced.
-    discarded,
+    pages_discarded,
     /// Runs that were mapped.
     runs_merged,
     /// Comparisons that failed: the page had changed, or the entry was stale.
     compare_failed,
     /// Runs left alone because the budget of mappings was used up.
-    over_vma_budget,
+    over_vma_budget_runs,
     /// Pages left alone because the pool was full.
-    over_pool_max,
+    pool_full_pages,
     /// Pages left alone because the kernel gave no memory or descriptors for a pool segment.
-    no_segment,
+    segment_alloc_failed_pages,
     /// Nanoseconds spent in the watch stage.
     watch_ns,
     /// Nanoseconds spent reading and fingerprinting.
     fingerprint_ns,
     /// Nanoseconds spent in the index and publishing.
     index_ns,
-    /// Nanoseconds spent in remaps, as seen from here.
+    /// Nanoseconds spent in remaps, as the worker measures them.
     remap_ns,
 }
 
@@ -83,19 +83,19 @@ pub struct ClientStats {
     pub pages_zero: u64,
     /// Pages that change.
     pub pages_volatile: u64,
-    /// Silent pages without a twin.
+    /// Pages unwritten for two scans, without an equal page.
     pub pages_unshared: u64,
     /// Pages that were shared and were written.
     pub pages_broken: u64,
     /// Breaks so far.
-    pub breaks: u64,
+    pub cow_breaks: u64,
     /// Mappings that merging added, estimated.
     pub mappings: u64,
     /// Pages of huge pages that are left whole.
     pub pages_huge: u64,
     /// Pages that could not be merged, by reason.
     pub not_merged: BTreeMap<String, u64>,
-    /// Bytes of our records about it.
+    /// Bytes of pagefold's records about it.
     pub metadata_bytes: u64,
     /// Processor time its agent spent.
     pub agent_cpu_ns: u64,
@@ -124,13 +124,13 @@ pub struct DomainStats {
     pub name: String,
     /// User id of its clients; the owner of the domain fills it in.
     pub uid: u32,
-    /// Slots with at least one sharer.
+    /// Slots in use.
     pub pages_shared: u64,
     /// Mappings of slots.
     pub pages_sharing: u64,
     /// Zero pages dropped and still holes.
     pub pages_zero: u64,
-    /// Silent pages without a twin.
+    /// Pages unwritten for two scans, without an equal page.
     pub pages_unshared: u64,
     /// Pages that change.
     pub pages_volatile: u64,
@@ -139,16 +139,16 @@ pub struct DomainStats {
     /// Bytes in pool segments.
     pub pool_bytes: u64,
     /// Bytes of released pool segments that a process still maps; they count towards the largest size.
-    pub pool_lingering_bytes: u64,
+    pub pool_orphaned_bytes: u64,
     /// Largest size of the pool.
     pub pool_max_bytes: u64,
     /// Bytes of index, tables and ledgers.
     pub metadata_bytes: u64,
     /// Bytes of kernel mappings that merging costs, estimated at 245 bytes each.
     pub mapping_bytes: u64,
-    /// Bytes that clients no longer hold: shared and zero pages.
-    pub saved_bytes: u64,
-    /// Saved bytes less pool, what lingers of it, metadata and mappings: KSM's general_profit.
+    /// Bytes of clients' shared and zero pages, before anything of pagefold's own is subtracted.
+    pub deduplicated_bytes: u64,
+    /// Deduplicated bytes less pool, orphaned pool, metadata and mappings: KSM's general_profit.
     pub general_profit: i64,
     /// Events.
     pub events: Events,

@@ -39,9 +39,9 @@ fn no_descriptors_are_no_full_pool() {
     let before = limit_descriptors(0);
     let events = periods(8).events;
     limit_descriptors(before);
-    assert_eq!(events.over_pool_max, 0);
+    assert_eq!(events.pool_full_pages, 0);
     // All but the first that was seen of each content, be they a content's first here or not.
-    assert_eq!(events.no_segment, 150, "{events:?}");
+    assert_eq!(events.segment_alloc_failed_pages, 150, "{events:?}");
     // They are looked up later on.
     assert_eq!(periods(150).pages_sharing, 200);
 }

@@ -73,21 +73,21 @@ fn memory_at_rest_is_looked_at_once_in_sixteen_periods() {
     let (process, range, _) = bench.add((0..300).map(|page| 2 + page % 100));
     bench.periods(12);
     assert_eq!(bench.domain.stats().pages_sharing, 300);
-    let left_out = |bench: &Bench| bench.domain.stats().events.looks_left_out;
+    let left_out = |bench: &Bench| bench.domain.stats().events.scans_skipped;
     let before = left_out(&bench);
     bench.periods(160);
     assert_eq!(left_out(&bench) - before, 150);
     // What the process does is seen at once, and all that follows from it.
     process.write(range.start + 7 * PAGE, 4000);
     bench.periods(1);
-    assert_eq!(bench.domain.stats().events.breaks, 1);
+    assert_eq!(bench.domain.stats().events.cow_breaks, 1);
     bench.periods(10);
     assert_eq!(bench.domain.stats().pages_unshared, 1);
     // What others do to it, a little later.
     bench.periods(20);
     process.poke(range.start + 107 * PAGE, 4000);
     bench.periods(16);
-    assert_eq!(bench.domain.stats().events.breaks, 2);
+    assert_eq!(bench.domain.stats().events.cow_breaks, 2);
     bench.periods(10);
     assert_eq!((bench.domain.stats().pages_sharing, bench.domain.stats().pages_unshared), (300, 0));
 }
@@ -115,7 +115,7 @@ fn what_only_looks_like_a_slot_is_not_compared_for_ever() {
     bench.periods(100);
     let after = bench.domain.stats().events;
     assert_eq!(after.compare_failed, stats.events.compare_failed);
-    assert!(after.looks_left_out - stats.events.looks_left_out >= 180, "all has come to rest: {after:?}");
+    assert!(after.scans_skipped - stats.events.scans_skipped >= 180, "all has come to rest: {after:?}");
     // Written, it is a page like any other.
     process.write(range.start, b + 1);
     bench.periods(8);
@@ -160,8 +160,8 @@ fn looks_that_are_left_out_would_have_changed_nothing() {
             let seen = sides.each_mut().map(|(bench, _)| {
                 bench.periods(1);
                 let stats = bench.domain.stats();
-                left_out += stats.events.looks_left_out;
-                let events = (stats.events.breaks, stats.events.healed, stats.events.pages_merged);
+                left_out += stats.events.scans_skipped;
+                let events = (stats.events.cow_breaks, stats.events.pages_restored, stats.events.pages_merged);
                 (
                     stats.pages_shared,
                     stats.pages_sharing,
@@ -239,7 +239,7 @@ fn isolated_duplicates_stay_within_the_budget_and_are_reported() {
     mappings.sort_unstable();
     assert!(mappings[0] <= 60 && (10..=60).contains(&mappings[1]), "{mappings:?} mappings");
     let stats = bench.domain.stats();
-    assert!(stats.events.over_vma_budget > 0);
+    assert!(stats.events.over_vma_budget_runs > 0);
     let limited = [id, other].map(|id| stats.clients[&id].not_merged.get("mapping limit").copied().unwrap_or(0));
     assert!(limited.iter().sum::<u64>() > 0, "{limited:?}");
 }
@@ -269,7 +269,7 @@ fn what_the_budget_leaves_out_takes_no_memory() {
     }
     let stats = bench.domain.stats();
     assert!(stats.pages_sharing >= stats.pages_shared + 60, "{} of {}", stats.pages_shared, stats.pages_sharing);
-    assert!(stats.events.over_vma_budget > 0);
+    assert!(stats.events.over_vma_budget_runs > 0);
 }
 
 /// What waits for a client is counted by runs, not by pages: long ones take next to nothing of its budget.
@@ -283,7 +283,7 @@ fn long_runs_are_no_claim_on_the_budget() {
     }
     bench.periods(10);
     let stats = bench.domain.stats();
-    assert_eq!((stats.pages_sharing, stats.events.over_vma_budget), (2 * u64::from(PAGES), 0));
+    assert_eq!((stats.pages_sharing, stats.events.over_vma_budget_runs), (2 * u64::from(PAGES), 0));
 }
 
 /// A client without mappings left does not hold up others that have its contents too.
@@ -403,7 +403,7 @@ fn a_pool_without_room_grows_when_there_is_some() {
     bench.add((0..100).map(|page| 2 + page * 2));
     bench.periods(8);
     let stats = bench.domain.stats();
-    assert!(a.slots().is_empty() && stats.events.no_segment > 0 && stats.events.over_pool_max == 0);
+    assert!(a.slots().is_empty() && stats.events.segment_alloc_failed_pages > 0 && stats.events.pool_full_pages == 0);
     assert_eq!((stats.pool_bytes, stats.pool_max_bytes), (0, SEGMENT_LEN as u64));
     room.store(true, Ordering::Relaxed);
     bench.periods(80);
@@ -421,7 +421,7 @@ fn a_full_pool_is_filled_up_when_there_is_room_again() {
     let (c, ..) = bench.add((0..100).map(|page| 1 << 20 | page));
     let (d, ..) = bench.add((0..100).map(|page| 1 << 20 | page));
     bench.periods(8);
-    assert!(c.slots().is_empty() && bench.domain.stats().events.over_pool_max > 0);
+    assert!(c.slots().is_empty() && bench.domain.stats().events.pool_full_pages > 0);
     a.exit();
     b.exit();
     bench.periods(200);
@@ -529,11 +529,11 @@ fn when_the_last_client_goes_so_does_the_pool() {
     let pool = bench.domain.pool().stats();
     assert_eq!((pool.segments, pool.bytes, pool.pages_sharing), (0, 0, 0));
     // Their programs live on, and show it.
-    assert_eq!(bench.domain.stats().pool_lingering_bytes, 300 * PAGE);
+    assert_eq!(bench.domain.stats().pool_orphaned_bytes, 300 * PAGE);
     one.exit();
-    assert_eq!(bench.domain.stats().pool_lingering_bytes, 300 * PAGE);
+    assert_eq!(bench.domain.stats().pool_orphaned_bytes, 300 * PAGE);
     other.exit();
-    assert_eq!(bench.domain.stats().pool_lingering_bytes, 0);
+    assert_eq!(bench.domain.stats().pool_orphaned_bytes, 0);
 }
 
 /// What a client does not let go of is told as such.
@@ -579,7 +579,7 @@ fn segments_of_dead_slots_are_emptied() {
     bench.periods(80);
     let stats = bench.domain.stats();
     assert_eq!((stats.pages_shared, stats.pages_sharing), (3 * slots / 8, 2 * (3 * slots / 8)), "all that is equal");
-    assert!(stats.events.compacted >= 2 * (3 * slots / 8), "{:?}", stats.events);
+    assert!(stats.events.pages_compacted >= 2 * (3 * slots / 8), "{:?}", stats.events);
     assert!(stats.pool_bytes <= slots * PAGE, "{} bytes for {} pages", stats.pool_bytes, stats.pages_shared);
     assert_eq!(bench.domain.pool().stats().segments_released, 3);
 }
@@ -629,7 +629,7 @@ fn a_segment_that_cannot_be_emptied_serves_on() {
     }
     bench.periods(80);
     let stats = bench.domain.stats();
-    assert!(stats.events.compacted >= slots / 8, "the other one was moved: {:?}", stats.events);
+    assert!(stats.events.pages_compacted >= slots / 8, "the other one was moved: {:?}", stats.events);
     assert_eq!((stats.pages_shared, stats.pages_sharing), (slots / 8, 2 * (slots / 8)), "and came back");
     assert_eq!(bench.domain.pool().stats().segments_released, 0);
 }

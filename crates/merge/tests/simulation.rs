@@ -35,7 +35,15 @@ fn every_process_reads_what_it_wrote_last() {
     }
     println!("{all:?}");
     assert!(failures.is_empty(), "failing seeds: {failures:?}");
-    let done_all = [all.merged, all.breaks, all.healed, all.compacted, all.refuted, all.released, all.no_segment];
+    let done_all = [
+        all.merged,
+        all.cow_breaks,
+        all.pages_restored,
+        all.pages_compacted,
+        all.refuted,
+        all.released,
+        all.segment_alloc_failed_pages,
+    ];
     if env("PAGEFOLD_SIM_SEED").is_none() {
         assert!(done_all.iter().all(|count| *count > 100), "the runs did too little: {all:?}");
     }
@@ -108,7 +116,10 @@ fn when_writers_rest_every_duplicate_is_merged() {
     println!("{all:?}");
     assert!(failures.is_empty(), "failing seeds: {failures:?}");
     if env("PAGEFOLD_SIM_SEED").is_none() {
-        assert!([all.duplicates, all.no_segment].iter().all(|count| *count > 1000), "the runs did too little: {all:?}");
+        assert!(
+            [all.duplicates, all.segment_alloc_failed_pages].iter().all(|count| *count > 1000),
+            "the runs did too little: {all:?}"
+        );
     }
 }
 

@@ -35,12 +35,17 @@ class Totals:
     pages_unshared: int
     pages_volatile: int
     pages_merged: int
-    breaks: int
+    pages_zeroed: int
+    cow_breaks: int
     full_scans: int
-    saved_bytes: int
+    deduplicated_bytes: int
     pool_bytes: int
+    pool_orphaned_bytes: int
     metadata_bytes: int
+    mapping_bytes: int
     general_profit: int
+    process_bytes: int
+    saved_bytes: int
     cpu_ns: int
 
 
@@ -51,12 +56,12 @@ class Status:
     version: str
     pid: int
     uptime_s: float
-    rss_bytes: int
+    resident_bytes: int
     totals: Totals
     clients: List[Dict[str, Any]]
     domains: List[Dict[str, Any]]
     cold: Dict[str, Any]
-    not_covered: List[Dict[str, Any]]
+    unmanaged_processes: List[Dict[str, Any]]
     raw: Dict[str, Any]
 
     @property

@@ -138,8 +138,9 @@ impl LiveClients {
             let events = live.domain.stats().events;
             let mut past = lock(&self.past);
             past.full_scans += events.full_scans;
-            past.breaks += events.breaks;
-            past.pages_merged += events.pages_merged + events.pages_zeroed;
+            past.cow_breaks += events.cow_breaks;
+            past.pages_merged += events.pages_merged;
+            past.pages_zeroed += events.pages_zeroed;
             live.over.store(true, Ordering::Release);
             wake(&live.wake);
         }

@@ -1,6 +1,6 @@
 //! Processes that asked to be managed and could not be, and why.
 
-use crate::status::NotCovered;
+use crate::status::UnmanagedProcess;
 use pagefold_os::procfs;
 use pagefold_os::sync::lock;
 use std::collections::VecDeque;
@@ -11,7 +11,7 @@ const REFUSALS_MAX: usize = 64;
 
 /// The latest refusals, the oldest first.
 #[derive(Default)]
-pub(crate) struct Refusals(Mutex<VecDeque<NotCovered>>);
+pub(crate) struct Refusals(Mutex<VecDeque<UnmanagedProcess>>);
 
 impl Refusals {
     /// Why process `pid` was refused last.
@@ -19,7 +19,7 @@ impl Refusals {
         lock(&self.0).iter().rev().find(|one| one.pid == pid).map(|one| one.reason.clone())
     }
 
-    pub(crate) fn all(&self) -> Vec<NotCovered> {
+    pub(crate) fn all(&self) -> Vec<UnmanagedProcess> {
         lock(&self.0).iter().cloned().collect()
     }
 
@@ -37,6 +37,6 @@ impl Refusals {
         if list.len() == REFUSALS_MAX {
             list.pop_front();
         }
-        list.push_back(NotCovered { pid, name: procfs::name(pid).unwrap_or_default(), reason });
+        list.push_back(UnmanagedProcess { pid, name: procfs::name(pid).unwrap_or_default(), reason });
     }
 }

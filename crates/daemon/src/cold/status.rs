@@ -1,4 +1,4 @@
-//! What status shows of the cold tier.
+//! The status of the cold tier.
 //!
 //! Counters are read one by one, without a lock over all: sums may be a moment apart.
 
@@ -19,14 +19,14 @@ pub struct ColdClient {
     pub name: String,
     /// Domain.
     pub domain: String,
-    /// Pages that are out now.
+    /// Pages in the tier now.
     pub pages_out: u64,
-    /// Pages that ever went out.
-    pub pages_out_ever: u64,
-    /// Faults on pages that were out.
+    /// Pages evicted so far.
+    pub pages_evicted: u64,
+    /// Faults on evicted pages.
     pub refaults: u64,
-    /// Pages that came back, with neighbours and by unpark.
-    pub pages_back: u64,
+    /// Pages returned by faults, prefetch and unpark.
+    pub pages_returned: u64,
     /// Faults on fresh pages of regions with pages out.
     pub zero_faults: u64,
     /// Pages lost: damaged, unreadable, or the tier died. SIGBUS for a thread that touches them.
@@ -35,14 +35,25 @@ pub struct ColdClient {
     pub fault_ns: u64,
     /// Faults by time from reading to answering: entry `i` counts those below 2^i microseconds.
     pub fault_us_log2: Vec<u64>,
-    /// Put out by `park`, and not brought back by `unpark` since.
+    /// Evicted by `park`, and not returned by `unpark` since.
     pub parked: bool,
     /// The agent is connected.
     pub connected: bool,
-    /// How long a page must be silent before it goes out, in seconds; 0 before the first look.
+    /// How long a page must be idle before it is evicted, in seconds; 0 before the first scan.
     pub idle_s: f64,
     /// Processor time of the agent in nanoseconds.
     pub agent_cpu_ns: u64,
+}
+
+impl ColdClient {
+    /// The state shown after the client's name, with a blank before it; empty if it is connected and not parked.
+    pub const fn state_suffix(&self) -> &'static str {
+        match (self.connected, self.parked) {
+            (false, _) => " (no agent)",
+            (true, true) => " (parked)",
+            (true, false) => "",
+        }
+    }
 }
 
 /// A domain's tier, as status shows it.
@@ -56,19 +67,21 @@ pub struct ColdDomain {
     /// Bytes of clients' pages that are in the tier.
     pub cold_bytes: u64,
     /// Memory of the tier, its indexes included.
-    pub held_bytes: u64,
+    pub memory_bytes: u64,
+    /// Of that: indexes.
+    pub metadata_bytes: u64,
     /// Limit of the arena.
-    pub bytes_max: u64,
-    /// `cold_bytes` for each byte held.
-    pub ratio: f64,
-    /// Pages, and the different contents that they show.
+    pub max_bytes: u64,
+    /// `cold_bytes` for each byte of `memory_bytes`.
+    pub compression_ratio: f64,
+    /// Pages in the tier.
     pub pages: u64,
-    /// See `pages`.
-    pub contents: u64,
-    /// Contents in memory kept by Zstandard, or as a patch against a near page.
-    pub contents_dense: u64,
-    /// Contents ever made dense by the cleaner.
-    pub recompressed: u64,
+    /// Of those: different contents.
+    pub unique_pages: u64,
+    /// Unique pages in memory compressed by Zstandard, or as a patch against a similar page.
+    pub unique_pages_dense: u64,
+    /// Unique pages that the cleaner recompressed so far.
+    pub pages_recompressed: u64,
     /// Pages of one repeated word.
     pub pages_filled: u64,
     /// Bytes in the file.
@@ -91,7 +104,7 @@ pub struct ColdStatus {
     pub domains: Vec<ColdDomain>,
     /// Clients.
     pub clients: Vec<ColdClient>,
-    /// The keeper's process holds our descriptors.
+    /// A keeper process holds the daemon's descriptors.
     pub keeper: bool,
 }
 
@@ -110,13 +123,14 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
             name: group.key.1.clone(),
             uid: group.key.0,
             cold_bytes: stats.pages * pagefold_os::PAGE_SIZE as u64,
-            held_bytes: stats.bytes_held + stats.bytes_metadata,
-            bytes_max: stats.bytes_max,
-            ratio: stats.ratio(),
+            memory_bytes: stats.bytes_held + stats.bytes_metadata,
+            metadata_bytes: stats.bytes_metadata,
+            max_bytes: stats.bytes_max,
+            compression_ratio: stats.ratio(),
             pages: stats.pages,
-            contents: stats.contents,
-            contents_dense: stats.contents_zstd + stats.contents_patch,
-            recompressed: stats.recompressed,
+            unique_pages: stats.contents,
+            unique_pages_dense: stats.contents_zstd + stats.contents_patch,
+            pages_recompressed: stats.recompressed,
             pages_filled: stats.pages_filled,
             disk_bytes: stats.disk_bytes,
             waste_bytes: stats.bytes_free_slots + stats.bytes_rounding,
@@ -133,9 +147,9 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
                 name: client.name.clone(),
                 domain: group.key.1.clone(),
                 pages_out: client.pages_out(&group.tier),
-                pages_out_ever: get(&counters.pages_out_ever),
+                pages_evicted: get(&counters.pages_evicted),
                 refaults: get(&counters.refaults),
-                pages_back: get(&counters.pages_back),
+                pages_returned: get(&counters.pages_returned),
                 zero_faults: get(&counters.zero_faults),
                 pages_lost: client.table.head().lost.load(Ordering::Relaxed),
                 fault_ns: get(&counters.fault_ns),

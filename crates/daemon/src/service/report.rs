@@ -12,7 +12,12 @@ use pagefold_os::sync::lock;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// The status of everything.
+/// Memory of an agent in its client: code, stack and tables; estimated.
+const AGENT_BYTES: u64 = 256 << 10;
+/// Memory of the keeper, estimated.
+const KEEPER_BYTES: u64 = 1 << 20;
+
+/// The whole status.
 pub(crate) fn status(daemon: &Daemon) -> Status {
     // Under one lock: a domain that is being dropped counts as one of these or in the past.
     let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
@@ -22,11 +27,11 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
     let of = |key: &DomainKey, domain: &Domain| DomainStats { uid: key.0, ..domain.stats() };
     let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), of(key, domain))).collect();
     let me = std::process::id() as i32;
-    let rss_bytes = procfs::rss(me);
+    let resident_bytes = procfs::rss(me);
     let mut agents_cpu_ns = cold::status::agents_cpu_ns(&daemon.cold);
     let connected = lock(&daemon.live.connected);
     agents_cpu_ns += daemon.live.past_cpu_ns.load(Ordering::Relaxed);
-    let clients = connected
+    let clients: Vec<Client> = connected
         .iter()
         .map(|client| {
             let counters = client.shared.counters();
@@ -55,26 +60,35 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
         totals.pages_volatile += domain.pages_volatile;
         totals.pages += domain.pages;
         totals.full_scans += domain.events.full_scans;
-        totals.breaks += domain.events.breaks;
-        totals.pages_merged += domain.events.pages_merged + domain.events.pages_zeroed;
-        totals.saved_bytes += domain.saved_bytes;
+        totals.cow_breaks += domain.events.cow_breaks;
+        totals.pages_merged += domain.events.pages_merged;
+        totals.pages_zeroed += domain.events.pages_zeroed;
+        totals.deduplicated_bytes += domain.deduplicated_bytes;
         totals.pool_bytes += domain.pool_bytes;
-        totals.pool_lingering_bytes += domain.pool_lingering_bytes;
-        totals.metadata_bytes += domain.metadata_bytes + domain.mapping_bytes;
+        totals.pool_orphaned_bytes += domain.pool_orphaned_bytes;
+        totals.metadata_bytes += domain.metadata_bytes;
+        totals.mapping_bytes += domain.mapping_bytes;
         totals.general_profit += domain.general_profit;
     }
+    let cold = cold::status::status(&daemon.cold);
+    let records = totals.metadata_bytes + cold.domains.iter().map(|tier| tier.metadata_bytes).sum::<u64>();
+    let agents = (clients.len() + cold.clients.len()) as u64;
+    totals.process_bytes = procfs::anonymous(me).saturating_sub(records)
+        + agents * AGENT_BYTES
+        + if cold.keeper { KEEPER_BYTES } else { 0 };
+    totals.saved_bytes = totals.general_profit - totals.process_bytes as i64;
     Status {
         version: env!("CARGO_PKG_VERSION").into(),
         pid: me,
         uptime_s: daemon.started.elapsed().as_secs_f64(),
         workers: daemon.config.workers,
-        period_s: daemon.config.period.as_secs_f64(),
-        rss_bytes,
+        scan_interval_s: daemon.config.period.as_secs_f64(),
+        resident_bytes,
         totals,
         domains: stats.into_iter().map(|(_, domain)| domain).collect(),
         clients,
-        not_covered: daemon.refusals.all(),
-        cold: cold::status::status(&daemon.cold),
+        unmanaged_processes: daemon.refusals.all(),
+        cold,
         verifying: crate::status::Verifying {
             pages: daemon.verified[0].load(Ordering::Relaxed),
             pages_total: daemon.verified[1].load(Ordering::Relaxed),

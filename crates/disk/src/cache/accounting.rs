@@ -87,7 +87,7 @@ impl Cache {
         status.images.sort_by(|a, b| a.name.cmp(&b.name));
         status.metadata_bytes = self.metadata_bytes() as u64;
         let counters = &self.counters;
-        status.breaks = get(&counters.breaks);
+        status.cow_breaks = get(&counters.cow_breaks);
         status.shared_on_load = get(&counters.shared_on_load);
         status.shared_after_writeback = get(&counters.shared_after_writeback);
         status.evictions = get(&counters.evictions);

@@ -179,7 +179,7 @@ impl Cache {
                     if !whole {
                         self.frames.copy(shared, &frame);
                     }
-                    add(&self.counters.breaks, 1);
+                    add(&self.counters.cow_breaks, 1);
                     frame
                 };
                 // A frame that no other block shares leaves the index and is written in place.

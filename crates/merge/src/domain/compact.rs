@@ -75,7 +75,7 @@ impl Domain {
             return Ok(());
         }
         let moved = self.heal(work, &pieces)?;
-        self.count(|c| &c.compacted, moved);
+        self.count(|c| &c.pages_compacted, moved);
         self.mark_index_dirty();
         Ok(())
     }

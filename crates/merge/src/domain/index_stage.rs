@@ -279,7 +279,7 @@ impl Domain {
                 Some(First::Lost) | None => remap::look_up_again(work, Range::pages_from(twin.addr, 1)),
             }
         }
-        self.count(|c| if is_full { &c.over_pool_max } else { &c.no_segment }, refused as u64);
+        self.count(|c| if is_full { &c.pool_full_pages } else { &c.segment_alloc_failed_pages }, refused as u64);
         self.notify_owners(&notices);
         targets
     }

@@ -79,7 +79,7 @@ impl Domain {
             }
             chosen.push(run);
         }
-        self.count(|c| &c.over_vma_budget, left);
+        self.count(|c| &c.over_vma_budget_runs, left);
         chosen.sort_unstable_by_key(|run| run.range.start);
         self.merge(work, &chosen)?;
         Ok(true)

@@ -55,7 +55,7 @@ impl Domain {
                 continue;
             }
             let takes_over = !has_room[part.start] && self.affords(pages, EDGES, &mut used.clone());
-            self.count(|c| &c.over_vma_budget, 1);
+            self.count(|c| &c.over_vma_budget_runs, 1);
             for twin in &twins[part] {
                 if !takes_over {
                     Self::refuse(work, RefusalReason::Limit);

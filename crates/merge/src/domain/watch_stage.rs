@@ -85,7 +85,7 @@ impl Domain {
             },
             |number| write(&self.chunks).give_back(number),
         );
-        self.count(|c| &c.discarded, discarded);
+        self.count(|c| &c.pages_discarded, discarded);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
         // All plain memory, not only ranges that are new to the table: where the program mapped or discarded, unwatched memory
         // may lie at addresses that the table knows.
@@ -168,7 +168,7 @@ impl Domain {
                 }
             }
         }
-        self.count(|c| &c.discarded, discarded);
+        self.count(|c| &c.pages_discarded, discarded);
         self.adopt(work, &mappings)?;
         Ok(Some(mappings))
     }
@@ -217,7 +217,7 @@ impl Domain {
         let faults = if counted { work.client.faults() } else { None };
         if let Some(idle) = work.idle.as_mut().filter(|idle| idle.left > 0 && faults == Some(idle.faults)) {
             idle.left -= 1;
-            self.count(|c| &c.looks_left_out, 1);
+            self.count(|c| &c.scans_skipped, 1);
             return Ok(());
         }
         let changed = self.look(work)?;
@@ -294,7 +294,7 @@ impl Domain {
                 if let State::Shared(slot) = state {
                     // Watched memory lies there again: the program replaced the mapping.
                     self.pool.remove_sharer(slot);
-                    self.count(|c| &c.discarded, 1);
+                    self.count(|c| &c.pages_discarded, 1);
                 }
                 let next = match state {
                     // Merged, and shown as the kernel shows zeros.
@@ -330,8 +330,8 @@ impl Domain {
         if breaks > 0 {
             self.mark_index_dirty();
         }
-        work.breaks += breaks;
-        self.count(|c| &c.breaks, breaks);
+        work.cow_breaks += breaks;
+        self.count(|c| &c.cow_breaks, breaks);
         Ok(breaks > 0)
     }
 
@@ -449,7 +449,7 @@ impl Domain {
             // What was healed there is plain memory from now on, to be watched.
             work.generation = None;
         }
-        self.count(|c| &c.healed, healed);
+        self.count(|c| &c.pages_restored, healed);
         Ok(healed)
     }
 

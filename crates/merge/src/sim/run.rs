@@ -79,11 +79,11 @@ pub struct Summary {
     /// Pages mapped to slots.
     pub merged: u64,
     /// Merged pages that were written again.
-    pub breaks: u64,
+    pub cow_breaks: u64,
     /// Broken pages made plain again.
-    pub healed: u64,
+    pub pages_restored: u64,
     /// Merged pages moved so that their segment could go.
-    pub compacted: u64,
+    pub pages_compacted: u64,
     /// Comparisons that failed.
     pub refuted: u64,
     /// Segments let go.
@@ -95,7 +95,7 @@ pub struct Summary {
     /// Pages and runs that were reported as left alone for want of mappings.
     pub over_budget: u64,
     /// Pages that were reported as left alone for want of memory for the pool.
-    pub no_segment: u64,
+    pub segment_alloc_failed_pages: u64,
     /// The most mappings that a process had at the end.
     pub mappings_max: u64,
 }
@@ -104,15 +104,15 @@ impl std::ops::AddAssign for Summary {
     fn add_assign(&mut self, other: Summary) {
         self.processes += other.processes;
         self.merged += other.merged;
-        self.breaks += other.breaks;
-        self.healed += other.healed;
-        self.compacted += other.compacted;
+        self.cow_breaks += other.cow_breaks;
+        self.pages_restored += other.pages_restored;
+        self.pages_compacted += other.pages_compacted;
         self.refuted += other.refuted;
         self.released += other.released;
         self.duplicates += other.duplicates;
         self.left += other.left;
         self.over_budget += other.over_budget;
-        self.no_segment += other.no_segment;
+        self.segment_alloc_failed_pages += other.segment_alloc_failed_pages;
         self.mappings_max = self.mappings_max.max(other.mappings_max);
     }
 }
@@ -282,13 +282,13 @@ impl Run {
         let events = self.domain.stats().events;
         Summary {
             merged: events.pages_merged,
-            breaks: events.breaks,
-            healed: events.healed,
-            compacted: events.compacted,
+            cow_breaks: events.cow_breaks,
+            pages_restored: events.pages_restored,
+            pages_compacted: events.pages_compacted,
             refuted: events.compare_failed,
             released: self.domain.pool().stats().segments_released,
-            over_budget: events.over_vma_budget,
-            no_segment: events.no_segment,
+            over_budget: events.over_vma_budget_runs,
+            segment_alloc_failed_pages: events.segment_alloc_failed_pages,
             ..Summary::default()
         }
     }

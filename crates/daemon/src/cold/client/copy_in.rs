@@ -111,7 +111,7 @@ impl Client {
     pub(crate) fn settle(&self, tier: &Tier, start: u64, end: u64) {
         self.set(start * PAGE, end * PAGE, RESIDENT);
         tier.discard(self.region, start..end);
-        self.counters.pages_back.fetch_add(end - start, Ordering::Relaxed);
+        self.counters.pages_returned.fetch_add(end - start, Ordering::Relaxed);
     }
 
     /// A page cannot be brought back: SIGBUS for who touches it, never other bytes. Who has to wait for memory only waits.

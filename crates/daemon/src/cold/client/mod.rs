@@ -104,9 +104,9 @@ impl Service {
 /// Counters of a client.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    pub pages_out_ever: AtomicU64,
+    pub pages_evicted: AtomicU64,
     pub refaults: AtomicU64,
-    pub pages_back: AtomicU64,
+    pub pages_returned: AtomicU64,
     pub zero_faults: AtomicU64,
     pub lost: AtomicU64,
     pub fault_ns: AtomicU64,

@@ -44,7 +44,7 @@ pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     first.extend(group.tier.take_touched(client.region));
     first.sort_unstable();
     first.dedup();
-    let before = client.counters.pages_back.load(Ordering::Relaxed);
+    let before = client.counters.pages_returned.load(Ordering::Relaxed);
     bring_back(group, client, &first);
     let rest = pages_out(&group.tier, client, Range { start: 0, end: u64::MAX });
     // Two hands: decompression is what takes the time.
@@ -60,7 +60,7 @@ pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
             bring_back(group, client, right);
         }
     });
-    let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
+    let came = client.counters.pages_returned.load(Ordering::Relaxed) - before;
     // What its limit has no room for stays out under the lease: to end that its agent brings all, whatever it takes.
     // Nor may it have to bring what could not be read or copied for now: it would wait for us with its guard held.
     let everything = Range { start: 0, end: u64::MAX };

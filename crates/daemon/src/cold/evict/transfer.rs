@@ -267,7 +267,7 @@ impl Transfer<'_> {
                 self.tier.discard(client.region, *page..page + 1);
             }
         }
-        client.counters.pages_out_ever.fetch_add(gone, Ordering::Relaxed);
+        client.counters.pages_evicted.fetch_add(gone, Ordering::Relaxed);
         taken.gone += gone;
         Ok(())
     }

@@ -21,8 +21,9 @@ pub const DOMAINS_MAX: usize = 16;
 pub struct Point {
     /// Seconds since 1970.
     pub time: f64,
-    /// Saved bytes less all that we hold.
-    pub net_bytes: f64,
+    /// Memory saved by live merging and the cold tier, less all that pagefold uses; of a domain: less its pool, records,
+    /// mappings and tier.
+    pub saved_bytes: f64,
     /// Processors in use: of daemon and agents, of a domain its agents' only.
     pub cpu: f64,
     /// Bytes of pages that are in the cold tier.
@@ -32,31 +33,31 @@ pub struct Point {
     /// Pages merged.
     pub merged: f64,
     /// Merged pages written again.
-    pub breaks: f64,
+    pub cow_breaks: f64,
 }
 
 impl Point {
     fn plus(self, other: Point) -> Point {
         Point {
             time: other.time,
-            net_bytes: self.net_bytes + other.net_bytes,
+            saved_bytes: self.saved_bytes + other.saved_bytes,
             cpu: self.cpu + other.cpu,
             cold_bytes: self.cold_bytes + other.cold_bytes,
             faults: self.faults + other.faults,
             merged: self.merged + other.merged,
-            breaks: self.breaks + other.breaks,
+            cow_breaks: self.cow_breaks + other.cow_breaks,
         }
     }
 
     fn over(self, count: f64) -> Point {
         Point {
             time: self.time,
-            net_bytes: self.net_bytes / count,
+            saved_bytes: self.saved_bytes / count,
             cpu: self.cpu / count,
             cold_bytes: self.cold_bytes / count,
             faults: self.faults / count,
             merged: self.merged / count,
-            breaks: self.breaks / count,
+            cow_breaks: self.cow_breaks / count,
         }
     }
 }
@@ -64,12 +65,12 @@ impl Point {
 /// What has to be remembered of a sample to tell the next one's rates.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counters {
-    net_bytes: f64,
+    saved_bytes: f64,
     cold_bytes: f64,
     cpu_ns: u64,
     faults: u64,
     merged: u64,
-    breaks: u64,
+    cow_breaks: u64,
 }
 
 #[derive(Debug, Default)]
@@ -92,12 +93,12 @@ impl Series {
         };
         let point = Point {
             time,
-            net_bytes: now.net_bytes,
+            saved_bytes: now.saved_bytes,
             cpu: rate(|c| c.cpu_ns) / 1e9,
             cold_bytes: now.cold_bytes,
             faults: rate(|c| c.faults),
             merged: rate(|c| c.merged),
-            breaks: rate(|c| c.breaks),
+            cow_breaks: rate(|c| c.cow_breaks),
         };
         put(&mut self.fine, point, FINE_POINTS_MAX);
         if self.minute_points > 0.0 && (time / COARSE_SECONDS).floor() > (self.minute.time / COARSE_SECONDS).floor() {
@@ -121,12 +122,12 @@ fn put(ring: &mut VecDeque<Point>, point: Point, most: usize) {
 #[derive(Debug, Default, Serialize)]
 pub struct Columns {
     time: Vec<f64>,
-    net_bytes: Vec<f64>,
+    saved_bytes: Vec<f64>,
     cpu: Vec<f64>,
     cold_bytes: Vec<f64>,
     faults: Vec<f64>,
     merged: Vec<f64>,
-    breaks: Vec<f64>,
+    cow_breaks: Vec<f64>,
 }
 
 impl Columns {
@@ -135,12 +136,12 @@ impl Columns {
         let short = |value: f64| (value * 1e4).round() / 1e4;
         for point in ring.iter().filter(|point| point.time > since) {
             columns.time.push(point.time);
-            columns.net_bytes.push(point.net_bytes.round());
+            columns.saved_bytes.push(point.saved_bytes.round());
             columns.cpu.push(short(point.cpu));
             columns.cold_bytes.push(point.cold_bytes.round());
             columns.faults.push(short(point.faults));
             columns.merged.push(short(point.merged));
-            columns.breaks.push(short(point.breaks));
+            columns.cow_breaks.push(short(point.cow_breaks));
         }
         columns
     }
@@ -169,28 +170,28 @@ impl History {
     pub fn push(&mut self, time: f64, status: &Status) {
         let mut now: BTreeMap<&str, Counters> = BTreeMap::new();
         let mut sum = Counters {
-            net_bytes: status.totals.general_profit as f64,
+            saved_bytes: status.totals.saved_bytes as f64,
             cpu_ns: status.totals.cpu_ns,
-            merged: status.totals.pages_merged,
-            breaks: status.totals.breaks,
+            merged: status.totals.pages_merged + status.totals.pages_zeroed,
+            cow_breaks: status.totals.cow_breaks,
             ..Counters::default()
         };
         // Several users may each have a domain of one name; it is one in the view.
         for domain in &status.domains {
             let counters = now.entry(&domain.name).or_default();
-            counters.net_bytes += domain.general_profit as f64;
+            counters.saved_bytes += domain.general_profit as f64;
             counters.merged += domain.events.pages_merged + domain.events.pages_zeroed;
-            counters.breaks += domain.events.breaks;
+            counters.cow_breaks += domain.events.cow_breaks;
         }
         for client in &status.clients {
             now.entry(&client.domain).or_default().cpu_ns += client.stats.agent_cpu_ns;
         }
         for tier in &status.cold.domains {
             let counters = now.entry(&tier.name).or_default();
-            let saved = tier.cold_bytes as f64 - tier.held_bytes as f64;
+            let saved = tier.cold_bytes as f64 - tier.memory_bytes as f64;
             for counters in [counters, &mut sum] {
                 counters.cold_bytes += tier.cold_bytes as f64;
-                counters.net_bytes += saved;
+                counters.saved_bytes += saved;
             }
         }
         for client in &status.cold.clients {
@@ -230,7 +231,7 @@ mod tests {
 
     fn status(names: &[String], merged: u64) -> Status {
         let mut status = Status::default();
-        status.totals.general_profit = 4096;
+        status.totals.saved_bytes = 4096;
         status.totals.pages_merged = merged;
         for name in names {
             status.domains.push(DomainStats { name: name.clone(), general_profit: 100, ..DomainStats::default() });
@@ -251,7 +252,7 @@ mod tests {
         let past = history.past(None, 0.0);
         assert_eq!((past.fine.time.len(), past.coarse.time.len()), (FINE_POINTS_MAX, COARSE_POINTS_MAX));
         assert!(past.fine.merged.iter().all(|rate| *rate == 10.0), "{:?}", &past.fine.merged[..5]);
-        assert!(past.coarse.net_bytes.iter().all(|bytes| *bytes == 4096.0));
+        assert!(past.coarse.saved_bytes.iter().all(|bytes| *bytes == 4096.0));
         assert!(past.coarse.time.windows(2).all(|pair| pair[1] - pair[0] == COARSE_SECONDS));
     }
 
@@ -263,7 +264,7 @@ mod tests {
         history.push(3.0, &status(&["a".into()], 70));
         assert_eq!(history.past(None, 0.0).fine.merged, [0.0, 0.0, 20.0]);
         assert_eq!(history.past(None, 2.0).fine.time, [3.0]);
-        assert_eq!(history.past(Some("a"), 0.0).fine.net_bytes, [100.0; 3]);
+        assert_eq!(history.past(Some("a"), 0.0).fine.saved_bytes, [100.0; 3]);
         assert!(history.past(Some("b"), 0.0).fine.time.is_empty());
         history.push(4.0, &status(&[], 70));
         assert!(history.past(Some("a"), 0.0).fine.time.is_empty(), "a domain that is gone is forgotten");
