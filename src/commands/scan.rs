@@ -1,8 +1,8 @@
 //! `pagefold scan`: what merging would save, found without changing anything.
 
-use super::Error;
+use crate::error::Error;
 use crate::output::{self, Progress, Style, Table};
-use crate::units::{self, show_count, show_duration, show_percent, show_size, show_size_signed};
+use crate::units::{self, show_count, show_counted, show_duration, show_percent, show_size, show_size_signed};
 use pagefold_os::procfs;
 use pagefold_scan::{Config, Dump, Lost, Note, Process, Report, Source, scan};
 use std::collections::BTreeSet;
@@ -197,17 +197,13 @@ fn render(report: &Report, args: &Args, style: Style) -> String {
 }
 
 fn headline(report: &Report, style: Style) -> String {
-    let net = report.cost.net_bytes;
+    let saved = report.cost.saved_bytes;
     let examined = report.totals.examined.saturating_mul(PAGE);
-    let of = show_percent(net.max(0).unsigned_abs(), examined);
-    let verdict = if net > 0 {
-        style.good(&format!(
-            "Merging would save {} net, {of} of {} examined",
-            show_size_signed(net),
-            show_size(examined)
-        ))
+    let of = show_percent(saved.max(0).unsigned_abs(), examined);
+    let verdict = if saved > 0 {
+        style.good(&format!("Merging would save {}, {of} of {} examined", show_size_signed(saved), show_size(examined)))
     } else {
-        format!("Merging would save nothing: {} net of {} examined", show_size_signed(net), show_size(examined))
+        format!("Merging would save nothing: {} of {} examined", show_size_signed(saved), show_size(examined))
     };
     let sample = match report.sample_one_in {
         1 => String::new(),
@@ -217,11 +213,7 @@ fn headline(report: &Report, style: Style) -> String {
     };
     let count = report.sources.len();
     let time = show_duration(Duration::from_secs_f64(report.seconds));
-    format!(
-        "{verdict}{sample}.\n{} {} in {time}\n\n",
-        show_count(count as u64),
-        if count == 1 { "source" } else { "sources" }
-    )
+    format!("{verdict}{sample}.\n{} in {time}\n\n", show_counted(count as u64, "source", "sources"))
 }
 
 fn pages(report: &Report, style: Style) -> String {
@@ -293,17 +285,17 @@ fn runs(report: &Report, style: Style) -> String {
 fn bill(report: &Report, style: Style) -> String {
     let (cost, ksm) = (&report.cost, &report.ksm);
     let mut table = Table::new(style, &["bill", ">pagefold", ">KSM", ""]);
-    let saved = cost.saved_duplicate_bytes + cost.saved_zero_bytes;
+    let deduplicated = cost.duplicate_bytes + cost.zero_bytes;
     let metadata = cost.scanned_bytes + cost.shared_bytes;
     let minus = |bytes: u64| if bytes == 0 { "0 B".into() } else { format!("-{}", show_size(bytes)) };
-    table.row(["saved".into(), show_size(saved), show_size(ksm.saved_bytes), String::new()]);
+    table.row(["deduplicated".into(), show_size(deduplicated), show_size(ksm.deduplicated_bytes), String::new()]);
     table.row(["own metadata".into(), minus(metadata), minus(ksm.metadata_bytes), String::new()]);
     let mappings = style.dim(&format!("{} mappings", show_count(cost.mappings)));
     table.styled_row(["kernel's mappings".into(), minus(cost.mapping_bytes), "0 B".into(), mappings]);
     table.styled_row([
-        "net".into(),
-        style.bold(&show_size_signed(cost.net_bytes)),
-        show_size_signed(ksm.net_bytes),
+        "saved".into(),
+        style.bold(&show_size_signed(cost.saved_bytes)),
+        show_size_signed(ksm.saved_bytes),
         String::new(),
     ]);
     let mut text = table.render(0);
@@ -331,10 +323,10 @@ fn reasons(report: &Report, style: Style) -> String {
 
 fn sources(report: &Report, args: &Args, style: Style) -> String {
     let mut sources: Vec<_> = report.sources.iter().collect();
-    sources.sort_by_key(|source| std::cmp::Reverse((source.saved_bytes, source.totals.examined)));
+    sources.sort_by_key(|source| std::cmp::Reverse((source.deduplicated_bytes, source.totals.examined)));
     let shown = if args.verbose { sources.len() } else { sources.len().min(ROWS) };
     let domains = sources.iter().map(|source| source.domain).collect::<BTreeSet<_>>().len() > 1;
-    let heading = [">pid", "name", ">examined", ">zero", ">inside", ">across", ">shared", ">saves"];
+    let heading = [">pid", "name", ">examined", ">zero", ">inside", ">across", ">shared", ">freed"];
     let heading = heading.into_iter().chain(domains.then_some(">user")).collect::<Vec<_>>();
     let mut table = Table::new(style, &heading);
     let name_width = output::columns().saturating_sub(64).max(15);
@@ -349,7 +341,7 @@ fn sources(report: &Report, args: &Args, style: Style) -> String {
             size(totals.duplicate_inside),
             size(totals.duplicate_across),
             size(totals.shared_already + totals.shared_by_pagefold),
-            show_size(source.saved_bytes),
+            show_size(source.deduplicated_bytes),
             source.domain.to_string(),
         ];
         table.row(cells);

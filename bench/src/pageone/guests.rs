@@ -129,7 +129,7 @@ fn once(engine: Engine, boot: &Boot, tool: &Path, image: &Path, count: usize) ->
         guest.wait()?;
     }
     let found = dry_run(&pids)?;
-    let could_save = (found.cost.saved_duplicate_bytes + found.cost.saved_zero_bytes) / 4096;
+    let could_save = (found.cost.duplicate_bytes + found.cost.zero_bytes) / 4096;
     let samples = settle(&running, QUIET)?;
     let last = samples[samples.len() - 1];
     let left = dry_run(&pids)?.totals.duplicate_huge;

@@ -198,7 +198,8 @@ impl Twins {
                 swapped: found.swapped,
                 pinned: found.pinned,
             },
-            saved_bytes: bytes(counts.zero).saturating_add((saved_pages * (one_in * PAGE) as f64).round() as u64),
+            deduplicated_bytes: bytes(counts.zero)
+                .saturating_add((saved_pages * (one_in * PAGE) as f64).round() as u64),
             not_merged: counts.left_out.clone(),
         }
     }
@@ -216,9 +217,9 @@ impl Twins {
         }
         let zero: u64 = sources.iter().map(|found| found.counts.zero + found.counts.zero_kernel_only).sum();
         let examined = totals.examined;
-        let saved_bytes = bytes(saved * one_in + zero);
+        let deduplicated_bytes = bytes(saved * one_in + zero);
         let metadata_bytes = (examined + nodes * one_in) * Ksm::ITEM_BYTES;
-        Ksm { examined, saved_bytes, metadata_bytes, net_bytes: net(saved_bytes, metadata_bytes) }
+        Ksm { examined, deduplicated_bytes, metadata_bytes, saved_bytes: net(deduplicated_bytes, metadata_bytes) }
     }
 
     /// Contents are in the sample or not, all copies together: the variance is the sum of the squares of what
@@ -340,13 +341,13 @@ impl Twins {
             // Which runs are beyond the budget is not known in a sample: all give up the same share.
             saved -= (u128::from(saved) * u128::from(cost.over_budget_pages) / u128::from(pages)) as u64;
         }
-        cost.saved_duplicate_bytes = bytes(saved);
-        cost.saved_zero_bytes = bytes(report.totals.zero);
+        cost.duplicate_bytes = bytes(saved);
+        cost.zero_bytes = bytes(report.totals.zero);
         cost.mapping_bytes = cost.mappings * Cost::MAPPING_BYTES;
         cost.scanned_bytes = (report.totals.zero + report.totals.unique + pages) * Cost::SCANNED_BYTES;
         cost.shared_bytes = (pages - cost.over_budget_pages) * Cost::SHARED_BYTES;
         let spent = cost.mapping_bytes + cost.scanned_bytes + cost.shared_bytes;
-        cost.net_bytes = net(cost.saved_duplicate_bytes.saturating_add(cost.saved_zero_bytes), spent);
+        cost.saved_bytes = net(cost.duplicate_bytes.saturating_add(cost.zero_bytes), spent);
     }
 }
 

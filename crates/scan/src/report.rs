@@ -86,10 +86,10 @@ pub struct Runs {
 /// The bill of a merge, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Cost {
-    /// Memory that duplicates would give back.
-    pub saved_duplicate_bytes: u64,
-    /// Memory that zero pages would give back.
-    pub saved_zero_bytes: u64,
+    /// Memory of duplicates that would be freed.
+    pub duplicate_bytes: u64,
+    /// Memory of zero pages that would be freed.
+    pub zero_bytes: u64,
     /// Duplicates that would stay because their runs are beyond a process's mapping budget.
     pub over_budget_pages: u64,
     /// Mappings that the merge would make.
@@ -100,8 +100,8 @@ pub struct Cost {
     pub scanned_bytes: u64,
     /// Our memory for the pages shared, at [`Cost::SHARED_BYTES`] each.
     pub shared_bytes: u64,
-    /// Saved less spent.
-    pub net_bytes: i64,
+    /// Deduplicated bytes less what the merge costs.
+    pub saved_bytes: i64,
     /// Half the width of the interval in which the saving lies in 19 of 20 samples; 0 without sampling.
     pub sample_error_bytes: u64,
 }
@@ -120,12 +120,12 @@ impl Cost {
 pub struct Ksm {
     /// Pages it would look at, those that only the kernel can merge included.
     pub examined: u64,
-    /// Memory that merging would give back.
-    pub saved_bytes: u64,
+    /// Memory of duplicates and zero pages that would be freed.
+    pub deduplicated_bytes: u64,
     /// Its memory: one item per page looked at and one node per page kept.
     pub metadata_bytes: u64,
-    /// Saved less spent.
-    pub net_bytes: i64,
+    /// Deduplicated bytes less what the merge costs.
+    pub saved_bytes: i64,
 }
 
 impl Ksm {
@@ -148,8 +148,8 @@ pub struct Source {
     /// Its pages.
     #[serde(flatten)]
     pub totals: Totals,
-    /// Its part of the saving: of a page with n copies each copy saves (n-1)/n.
-    pub saved_bytes: u64,
+    /// Its part of the deduplicated bytes: of a page with n copies each copy saves (n-1)/n.
+    pub deduplicated_bytes: u64,
     /// Its present pages that would not be merged.
     pub not_merged: BTreeMap<Reason, u64>,
 }

@@ -257,13 +257,13 @@ proptest! {
             prop_assert_eq!(bucket.pages, expected.runs.iter().filter(within).sum::<u64>());
         }
         prop_assert_eq!(report.cost.over_budget_pages, expected.over);
-        prop_assert_eq!(report.cost.saved_duplicate_bytes, expected.saved * 4096);
-        prop_assert_eq!(report.cost.saved_zero_bytes, expected.zero * 4096);
+        prop_assert_eq!(report.cost.duplicate_bytes, expected.saved * 4096);
+        prop_assert_eq!(report.cost.zero_bytes, expected.zero * 4096);
         let spent = report.cost.mappings * Cost::MAPPING_BYTES
             + (expected.zero + expected.unique + report.runs.pages) * Cost::SCANNED_BYTES
             + (report.runs.pages - expected.over) * Cost::SHARED_BYTES;
-        prop_assert_eq!(report.cost.net_bytes, ((expected.saved + expected.zero) * 4096) as i64 - spent as i64);
-        prop_assert_eq!(report.ksm.saved_bytes, (expected.ksm_saved + expected.zero + zero_kernel_only) * 4096);
+        prop_assert_eq!(report.cost.saved_bytes, ((expected.saved + expected.zero) * 4096) as i64 - spent as i64);
+        prop_assert_eq!(report.ksm.deduplicated_bytes, (expected.ksm_saved + expected.zero + zero_kernel_only) * 4096);
         prop_assert_eq!(
             report.ksm.metadata_bytes,
             (totals.examined + expected.ksm_nodes) * Ksm::ITEM_BYTES
@@ -310,7 +310,7 @@ fn a_sample_estimates_within_its_error() {
     let (all, sample) = (run(1), run(8));
     assert_eq!(all.cost.sample_error_bytes, 0);
     assert_eq!(all.totals.examined, sample.totals.examined);
-    let difference = all.cost.saved_duplicate_bytes.abs_diff(sample.cost.saved_duplicate_bytes);
+    let difference = all.cost.duplicate_bytes.abs_diff(sample.cost.duplicate_bytes);
     let error = sample.cost.sample_error_bytes;
     assert!(error > 0 && difference <= error * 3 / 2, "off by {difference}, promised {error}");
     let (mean, estimated) = (all.runs.mean, sample.runs.mean);
@@ -376,6 +376,6 @@ fn what_is_more_than_can_be_told_is_told_as_the_most() {
     }
     let sources = (0..4).map(|_| Box::new(Holes) as Box<dyn Source>).collect();
     let report = scan(sources, &Config::default(), &mut |_| ());
-    assert_eq!((report.totals.zero, report.cost.saved_zero_bytes), (1 << 53, u64::MAX));
-    assert_eq!((report.cost.net_bytes, report.ksm.net_bytes), (i64::MAX, i64::MAX));
+    assert_eq!((report.totals.zero, report.cost.zero_bytes), (1 << 53, u64::MAX));
+    assert_eq!((report.cost.saved_bytes, report.ksm.saved_bytes), (i64::MAX, i64::MAX));
 }

@@ -185,7 +185,7 @@ fn runs_in_other_orders_save_what_their_construction_says_with_any_number_of_wor
         let saved = |subjects: &[Subject]| {
             let config = Config { workers, ..Config::default() };
             let report = scan(subjects.iter().map(Subject::source).collect(), &config, &mut |_| {});
-            ((report.cost.saved_duplicate_bytes + report.cost.saved_zero_bytes) / PAGE as u64) as i64
+            ((report.cost.duplicate_bytes + report.cost.zero_bytes) / PAGE as u64) as i64
         };
         // The processes' own runtime differs by a few pages from run to run.
         let found = saved(&subjects) - saved(&bare);
@@ -209,7 +209,7 @@ fn what_cannot_merge_is_told_with_its_reason() {
     // Locking also locks nothing else; its twins are duplicates for KSM alone.
     assert_eq!(pages(Reason::Locked), 70, "{:?}", report.not_merged);
     assert!(report.totals.duplicate_inside <= 12, "secrets and locked pages have no twins: {:?}", report.totals);
-    assert!(report.ksm.saved_bytes >= 70 * PAGE as u64, "{:?}", report.ksm);
+    assert!(report.ksm.deduplicated_bytes >= 70 * PAGE as u64, "{:?}", report.ksm);
 }
 
 #[test]
