@@ -4,7 +4,7 @@
 //! read by that option's own parser, so file and command line cannot drift apart. What the file says becomes the
 //! option's default, and so the command line wins.
 
-use crate::commands::Error;
+use crate::error::Error;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use std::ffi::OsString;
@@ -39,7 +39,7 @@ const SECTIONS: &[Section] = &[
     Section { name: "daemon", command: &["daemon"], not_keys: &[] },
     Section { name: "run", command: &["run"], not_keys: &[] },
     // A mount in the background is a second call of the same command, in the foreground.
-    Section { name: "disk", command: &["disk", "mount"], not_keys: &["background", "nbd"] },
+    Section { name: "disk", command: &["disk", "mount"], not_keys: &["background", "nbd", "json"] },
     Section { name: "image", command: &["image"], not_keys: &[] },
 ];
 
@@ -82,7 +82,7 @@ pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     // To take the parser's command apart would take as long as to parse.
     let mut parser = std::mem::ManuallyDrop::new(command.clone());
     let matches = parser.try_get_matches_from_mut(std::env::args_os()).unwrap_or_else(exit);
-    let failed = if matches.subcommand_name() == Some("run") { crate::commands::run::FAILED } else { 1 };
+    let failed = if matches.subcommand_name() == Some("run") { crate::exit::FAILED } else { 1 };
     let in_environment = || std::env::var_os("PAGEFOLD_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from);
     let named = matches.get_one::<PathBuf>("config").cloned().or_else(in_environment);
     if let (Some(path), Ok(here)) = (&named, std::env::current_dir()) {
@@ -114,7 +114,7 @@ fn exit<T>(error: clap::Error) -> T {
     }
     let is_run = word.is_some_and(|word| word == "run");
     let failed = error.exit_code() != 0;
-    std::process::exit(if is_run && failed { crate::commands::run::FAILED.into() } else { error.exit_code() })
+    std::process::exit(if is_run && failed { crate::exit::FAILED.into() } else { error.exit_code() })
 }
 
 /// The environment's store of images counts more than the file's. Where it has none, what looks at stores in this process

@@ -3,12 +3,15 @@
 //! This file only parses arguments and hands them to one file per command in
 //! `commands/`; errors end as one line on standard error and a non-zero exit.
 
-mod begun;
+mod args;
 mod commands;
 mod config;
-mod host;
+mod daemon_client;
+mod error;
+mod exit;
+mod inherited_state;
 mod output;
-mod parts;
+mod remote_status;
 mod top;
 mod units;
 

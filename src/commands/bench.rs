@@ -1,12 +1,12 @@
 //! `pagefold bench`: hands over to the benchmark program, which is built apart
 //! so that the peers it races do not become dependencies of the tool.
 
-use super::Error;
+use crate::error::Error;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-/// Measure pagefold beside its peers
+/// Measure pagefold beside its peers (from a source tree)
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  pagefold bench pageone --quick\n  pagefold bench llds --json\n  \
     pagefold bench all --full --record DIR\n\n\

@@ -1,6 +1,6 @@
 //! `pagefold completions`: what the shell needs to complete our command line.
 
-use super::Error;
+use crate::error::Error;
 use clap::{Arg, ArgGroup, Command, CommandFactory, Id};
 use clap_complete::Shell;
 use std::process::ExitCode;

@@ -1,8 +1,8 @@
 //! `pagefold unmerge`, `pause`, `resume`, `verify`: one request to the daemon each.
 
-use super::Error;
+use crate::error::Error;
 use crate::output::print_json;
-use crate::{host, units};
+use crate::{daemon_client, units};
 use crate::{note, say};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
@@ -22,7 +22,7 @@ struct Selected {
     all: bool,
 }
 
-/// Give a client its private memory back and leave it alone
+/// Turn a client's merged pages back into private memory
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  pagefold unmerge 4711\n  pagefold unmerge $(pidof redis-server)\n  pagefold unmerge --all\n\npagefold resume 4711 lets it merge again."
@@ -34,7 +34,7 @@ pub struct Unmerge {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
 }
 
 /// Stop merging a client; merged pages stay merged
@@ -49,7 +49,7 @@ pub struct Pause {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
 }
 
 /// Merge a paused client again
@@ -62,20 +62,20 @@ pub struct Resume {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
 }
 
-/// Compare every shared page with its slot through the kernel's own page tables
+/// Compare every shared page with its slot through the kernel's page tables
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  pagefold verify\n  pagefold verify --json\n\nExit status: 0 if all are right, 1 if any page is wrong or may not be looked at."
+    after_help = "Examples:\n  pagefold verify\n  pagefold verify --json\n\nExit status: 0 if all pages are right, 1 if any is wrong or could not be compared."
 )]
 pub struct Verify {
     /// Print JSON
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
 }
 
 /// What `--json` prints.
@@ -119,7 +119,7 @@ where
 
 /// Sends one request for each selected client, or one for all of them, and prints one count.
 fn done(
-    daemon: &host::DaemonArg,
+    daemon: &daemon_client::DaemonArg,
     selected: &Selected,
     request: impl Fn(Option<i32>) -> Request,
     json: bool,
@@ -128,7 +128,7 @@ fn done(
     let socket = daemon.socket()?;
     let targets: Vec<Option<i32>> =
         if selected.all { vec![None] } else { selected.clients.iter().copied().map(Some).collect() };
-    let (counts, code) = for_each(&targets, |pid| match host::ask(&socket, &request(*pid))? {
+    let (counts, code) = for_each(&targets, |pid| match daemon_client::ask(&socket, &request(*pid))? {
         Answer::Done { count } => Ok(count),
         other => Err(format!("the daemon answered {other:?}").into()),
     })?;
@@ -146,14 +146,14 @@ pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
     let socket = args.daemon.socket()?;
     let healed = |status: &Status| -> u64 { status.domains.iter().map(|one| one.events.pages_restored).sum() };
     let clients = match args.selected.all {
-        true => host::status(&socket)?.clients.iter().map(|client| client.pid).collect(),
+        true => daemon_client::status(&socket)?.clients.iter().map(|client| client.pid).collect(),
         false => args.selected.clients,
     };
     let (counts, code) = for_each(&clients, |&pid| {
         let shared = |status: &Status| -> u64 {
             status.clients.iter().filter(|one| one.pid == pid).map(|one| one.stats.pages_sharing).sum()
         };
-        let answer = host::ask_and_watch(&socket, &Request::Unmerge { pid }, "unmerge", |before, now| {
+        let answer = daemon_client::ask_and_watch(&socket, &Request::Unmerge { pid }, "unmerge", |before, now| {
             (healed(now).saturating_sub(healed(before)) * PAGE, shared(before) * PAGE)
         })?;
         match answer {
@@ -193,7 +193,7 @@ pub fn resume(args: Resume) -> Result<ExitCode, Error> {
 /// Runs `verify`.
 pub fn verify(args: Verify) -> Result<ExitCode, Error> {
     let socket = args.daemon.socket()?;
-    let answer = host::ask_and_watch(&socket, &Request::Verify {}, "verify", |_, now| {
+    let answer = daemon_client::ask_and_watch(&socket, &Request::Verify {}, "verify", |_, now| {
         (now.verifying.pages * PAGE, now.verifying.pages_total * PAGE)
     })?;
     let Answer::Verified(found) = answer else {

@@ -1,8 +1,8 @@
 //! `pagefold daemon`: serves clients until told to stop.
 
-use super::Error;
+use crate::error::Error;
 use crate::note;
-use crate::{config, host, units};
+use crate::{args, config, daemon_client, units};
 use pagefold_daemon::http::Place;
 use pagefold_daemon::{Config, Daemon, VMA_BUDGET_MAX, cold};
 use pagefold_os::procfs;
@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Serve clients: `pagefold run` starts one by itself when none runs
+/// Serve clients; `pagefold run` starts a daemon if none runs
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -22,10 +22,10 @@ Examples:
   pagefold daemon --web 127.0.0.1:9200   then open http://127.0.0.1:9200/
   systemctl enable --now pagefold        (with the package's unit)
 
-From afar: ssh -L 9200:127.0.0.1:9200 HOST shows the page at the same address here.
+From another machine: ssh -L 9200:127.0.0.1:9200 HOST, then the same address.
 
-It may be killed at any time: clients keep what is merged, and greet the next daemon. What is in
-the cold tier is kept by a small process, pagefold keeper, which then starts the next daemon.")]
+The daemon may be killed at any time: clients keep their merged pages and connect to the next
+daemon. A small process, pagefold keeper, holds the cold tier and starts the next daemon.")]
 pub struct Args {
     /// Where to listen [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
@@ -45,29 +45,29 @@ pub struct Args {
     /// Scheduling of the workers
     #[arg(long, value_enum, default_value_t = Priority::Idle)]
     priority: Priority,
-    /// Serve OpenMetrics at HOST:PORT (loopback only), unix:PATH or unix:PATH,group=NAME; `none`: nowhere
+    /// Serve OpenMetrics at HOST:PORT (loopback), unix:PATH or unix:PATH,group=NAME; or `none`
     #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = address)]
     metrics: Setting<String>,
-    /// Serve a page for browsers, read-only, at such an address; on loopback all users of this machine can see it
+    /// Serve a read-only page for browsers at such an address; on loopback every local user can see it
     #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = address)]
     web: Setting<String>,
     /// Exit after this long without clients; `never`: stay
     #[arg(long, value_name = "TIME", default_value = "never", value_parser = duration_or_never)]
     idle_exit: Setting<Duration>,
-    /// Exit after a minute without clients, unless --idle-exit says otherwise: `run` started this daemon
+    /// Exit after a minute without clients, unless --idle-exit is given: `run` started this daemon
     #[arg(long, hide = true)]
     on_demand: bool,
-    /// Largest memory of a domain's cold tier; its first client may ask for less; `auto`: a quarter of memory
+    /// Memory limit of a domain's cold tier; its first client may set less; `auto`: a quarter of memory
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = tier_max)]
     tier_max: Setting<u64>,
-    /// Directory for the file that a cold tier writes to when its memory is full; `none` for no file
+    /// Directory for the file of a cold tier whose memory is full; `none` for no file
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     tier_dir: PathBuf,
     /// Largest size of that file
     #[arg(long, value_name = "SIZE", default_value = "64G", value_parser = units::size)]
     tier_file_max: u64,
     /// Percent of run time that clients may lose to refaults of cold pages
-    #[arg(long, value_name = "PERCENT", default_value = "1", value_parser = super::run::percent)]
+    #[arg(long, value_name = "PERCENT", default_value = "1", value_parser = args::percent)]
     refault_budget: f64,
     /// How often the cold tier scans memory for writes
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = cold_scan_interval)]
@@ -108,7 +108,7 @@ enum ColdPolicy {
     Manual,
 }
 
-/// What is said, or nothing by the word that leaves it to the daemon.
+/// An option's value, or `None` for the word that leaves it to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Setting<T>(Option<T>);
 
@@ -125,40 +125,27 @@ fn workers(text: &str) -> Result<Setting<usize>, String> {
     unless("auto", text, |text| number(text).ok_or_else(|| "takes 1 to 1024".to_owned()))
 }
 
-fn no_shorter(than_ms: u64, text: &str) -> Result<Duration, String> {
-    let time = units::duration(text)?;
-    if time >= Duration::from_millis(than_ms) { Ok(time) } else { Err(format!("takes at least {than_ms}ms")) }
-}
-
 fn scan_interval(text: &str) -> Result<Duration, String> {
-    no_shorter(10, text)
+    args::no_shorter(10, text)
 }
 
 fn cold_scan_interval(text: &str) -> Result<Duration, String> {
-    no_shorter(50, text)
+    args::no_shorter(50, text)
 }
 
 fn pool_max(text: &str) -> Result<Setting<u64>, String> {
     // With less there is no room for the first segment.
-    unless("auto", text, |text| at_least(8 << 20, text))
+    unless("auto", text, |text| args::at_least(8 << 20, text))
 }
 
 fn tier_max(text: &str) -> Result<Setting<u64>, String> {
-    unless("auto", text, |text| at_least(TIER_MIN_BYTES, text))
-}
-
-/// With less a tier has no room for the first pages.
-pub(super) const TIER_MIN_BYTES: u64 = 1 << 20;
-
-pub(super) fn at_least(least: u64, text: &str) -> Result<u64, String> {
-    let size = units::size(text)?;
-    if size >= least { Ok(size) } else { Err(format!("takes at least {}", units::show_size(least))) }
+    unless("auto", text, args::tier_max)
 }
 
 fn vma_budget(text: &str) -> Result<Setting<u64>, String> {
     unless("auto", text, |text| match text.parse() {
         Ok(budget) if budget <= VMA_BUDGET_MAX => Ok(budget),
-        // Of no client more mappings are followed than twice that.
+        // The agent follows at most twice that many mappings of a client.
         Ok(_) => Err(format!("takes {VMA_BUDGET_MAX} at most")),
         Err(_) => Err("takes a whole number".to_owned()),
     })
@@ -173,7 +160,7 @@ fn address(text: &str) -> Result<Setting<String>, String> {
         Ok(_) => Ok(text.to_owned()),
         Err(error) => Err(error.to_string()),
     };
-    // Who names a socket knows what he wants.
+    // `unix:none` is a socket.
     if text.starts_with("unix:") { parse(text).map(|at| Setting(Some(at))) } else { unless("none", text, parse) }
 }
 
@@ -191,14 +178,14 @@ extern "C" fn on_signal(_: libc::c_int) {
 /// Runs the daemon.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let (_, total) = procfs::available_and_total();
-    let socket = host::socket(args.socket.as_deref())?;
+    let socket = daemon_client::socket(args.socket.as_deref())?;
     let program = std::env::current_exe()?.into_os_string();
-    // Who was started by a keeper has inherited that children are not waited for.
-    // SAFETY: no thread runs yet.
+    // A daemon that a keeper started has inherited SIG_IGN for SIGCHLD.
+    // SAFETY: sets the default action; no other thread runs yet.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
     if args.tier_dir.as_os_str() != "none" && !args.tier_dir.is_dir() {
         note!(
-            "pagefold: note: --tier-dir {} is no directory: cold tiers have their memory only",
+            "pagefold: note: --tier-dir {} is not a directory: cold tiers have only their memory",
             args.tier_dir.display()
         );
     }
@@ -215,7 +202,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         web: args.web.0,
         predict: !args.no_predict,
         cold: cold::Config {
-            tier_max_bytes: args.tier_max.0.unwrap_or_else(host::tier_max_auto),
+            tier_max_bytes: args.tier_max.0.unwrap_or_else(daemon_client::tier_max_auto),
             directory: (args.tier_dir.as_os_str() != "none").then_some(args.tier_dir),
             file_max_bytes: args.tier_file_max,
             tolerance: args.refault_budget,
@@ -234,7 +221,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         },
     });
     daemon.add_metrics(more_metrics);
-    daemon.add_status(crate::parts::add_to);
+    daemon.add_status(crate::remote_status::add_to);
     // Each pool segment and each client takes descriptors.
     let _ = pagefold_os::fd::raise_limit();
     let stop = STOP.get_or_init(|| Bell::new().expect("the first descriptors are there"));
@@ -250,14 +237,20 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     });
     pagefold_daemon::run(&daemon).map_err(|error| {
         if args.on_demand && error.kind() == std::io::ErrorKind::AddrInUse {
-            host::tell_gave_way();
+            daemon_client::tell_gave_way();
         }
-        format!("daemon at {}: {error}", socket.display())
+        let hint = match error.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                "; stop it first: kill PID (pagefold status --json tells), clients keep their merged pages"
+            }
+            _ => "",
+        };
+        format!("daemon at {}: {error}{hint}", socket.display())
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn more_metrics(out: &mut String) {
-    pagefold_disk::metrics::render(&crate::parts::disks(), out);
-    crate::parts::render_images(out);
+    pagefold_disk::metrics::render(&crate::remote_status::disks(), out);
+    crate::remote_status::render_images(out);
 }

@@ -5,9 +5,9 @@
 //! files, writes to some shared pages, and compares again. As root the same is
 //! done once more with the kernel's KSM.
 
-use super::Error;
+use crate::error::Error;
 use crate::output::{Progress, Style, Table, print, print_json};
-use crate::{host, note, say, units};
+use crate::{daemon_client, note, say, units};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
 use pagefold_os::{ksm, procfs};
@@ -314,7 +314,7 @@ impl Drop for OwnDaemon {
 }
 
 fn with_pagefold(args: &Args) -> Result<Row, Error> {
-    let socket = host::runtime_dir()?.join(format!("demo-{}.sock", std::process::id()));
+    let socket = daemon_client::runtime_dir()?.join(format!("demo-{}.sock", std::process::id()));
     let mut command = Command::new(std::env::current_exe()?);
     command
         // What the file says is for another daemon: its addresses, for instance, are taken.
@@ -336,9 +336,9 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     let mut ended = false;
     let decided = || {
         ended = daemon.child.try_wait().is_ok_and(|status| status.is_some());
-        ended || host::status(&daemon.socket).is_ok()
+        ended || daemon_client::status(&daemon.socket).is_ok()
     };
-    wait_for(decided, host::DAEMON_START_MAX, "the daemon does not listen")?;
+    wait_for(decided, daemon_client::DAEMON_START_MAX, "the daemon does not listen")?;
     if ended {
         return Err("the daemon has ended".into());
     }
@@ -349,7 +349,7 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
         units::show_size(args.size)
     );
     // The processes wait to be merged until all are full, so that before and after can be told.
-    let mut crew = Crew::start(args, &host::environment(&daemon.socket, Some("demo"), false, None)?)?;
+    let mut crew = Crew::start(args, &daemon_client::environment(&daemon.socket, Some("demo"), false, None)?)?;
     let before_bytes = crew.pss();
     tell!(args, "{} in memory; merging …", units::show_size(before_bytes));
     crew.tell("merge")?;
@@ -370,7 +370,7 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
         units::show_count(status.totals.pages_sharing)
     );
     let mut intact = crew.check()?;
-    let Answer::Verified(verified) = host::ask(&daemon.socket, &Request::Verify {})? else {
+    let Answer::Verified(verified) = daemon_client::ask(&daemon.socket, &Request::Verify {})? else {
         return Err("the daemon answered something else".into());
     };
     if !verified.wrong.is_empty() {
@@ -409,7 +409,7 @@ fn settle(socket: &Path, began: Instant) -> Result<(Status, f64), Error> {
     loop {
         std::thread::sleep(Duration::from_millis(100));
         go_on()?;
-        let status = host::status(socket)?;
+        let status = daemon_client::status(socket)?;
         let totals = &status.totals;
         // What was looked at and found to have a twin, or none; the rest still changes or waits for its turn.
         let seen = totals.pages_sharing + totals.pages_zero + totals.pages_unshared;

@@ -1,6 +1,6 @@
 //! `pagefold disk`: disk images through one page cache without copies.
 
-use super::Error;
+use crate::error::Error;
 use crate::note;
 use crate::output::{Progress, Style, Table, clean, complain, print, print_json};
 use crate::units::{self, show_size};
@@ -44,7 +44,7 @@ enum DiskCommand {
 struct MountArgs {
     /// Directory with the images
     directory: PathBuf,
-    /// Where to show them; an empty directory outside of DIRECTORY
+    /// Where to mount; an existing directory outside of DIRECTORY, whose content is hidden meanwhile
     mountpoint: PathBuf,
     /// Memory for blocks, 4M at least; bookkeeping comes on top, about 2.5 % and 1 MiB
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = cache_size)]
@@ -52,6 +52,9 @@ struct MountArgs {
     /// Return once mounted
     #[arg(long)]
     background: bool,
+    /// With --background: print JSON
+    #[arg(long, requires = "background")]
+    json: bool,
     /// Keep fingerprints of the images' blocks in DIR: content another image brought in is then not read again
     #[arg(long, value_name = "DIR")]
     fingerprints: Option<PathBuf>,
@@ -89,7 +92,7 @@ struct MountArgs {
 
 fn cache_size(text: &str) -> Result<u64, String> {
     // With less the cache would be larger than it was told to be.
-    let size = super::daemon::at_least(pagefold_disk::config::CACHE_BYTES_MIN as u64, text)?;
+    let size = crate::args::at_least(pagefold_disk::config::CACHE_BYTES_MIN as u64, text)?;
     let max = pagefold_disk::config::CACHE_BYTES_MAX as u64;
     if size <= max { Ok(size) } else { Err(format!("takes at most 4 TiB less one page ({max})")) }
 }
@@ -111,8 +114,7 @@ fn check_memory(cache_bytes: u64) -> Result<(), Error> {
 
 /// A flush costs the disk something: not more often than a hundred times a second.
 fn flush_interval(text: &str) -> Result<Duration, String> {
-    let time = units::duration(text)?;
-    if time >= Duration::from_millis(10) { Ok(time) } else { Err("takes at least 10ms".into()) }
+    crate::args::no_shorter(10, text)
 }
 
 #[derive(clap::Args)]
@@ -125,6 +127,9 @@ struct UmountArgs {
     /// not written is lost
     #[arg(long)]
     force: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(clap::Args)]
@@ -173,7 +178,7 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
         dirty_background_percent: args.dirty_percent.div_ceil(4),
         read_ahead_bytes: usize::try_from(args.read_ahead)?,
         // Under `pagefold run` the agent is told of the frames by the very call this makes.
-        merge: args.merge || crate::host::has_agent(),
+        merge: args.merge || crate::daemon_client::has_agent(),
         ..Config::default()
     };
     let options = Options {
@@ -238,9 +243,9 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
     let log_path = control::socket_path(&absolute(&args.mountpoint)?).with_extension("log");
     control::make_own(&control::runtime_dir())?;
     let draft = mount::RemoveOnDrop(log_path.with_extension(format!("log.{}", std::process::id())));
-    let log = crate::host::create_log(&draft.0).and_then(|log| reserve(&log).map(|()| log));
+    let log = crate::daemon_client::create_log(&draft.0).and_then(|log| reserve(&log).map(|()| log));
     let log = log.map_err(|error| format!("{}, for messages: {error}", draft.0.display()))?;
-    let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background");
+    let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background" && argument != "--json");
     let mut child = std::process::Command::new(std::env::current_exe()?)
         .args(arguments)
         .stdin(std::process::Stdio::null())
@@ -261,11 +266,13 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
             std::fs::rename(&draft.0, &log_path)?;
             remove_drafts(&log_path);
             let (directory, at) = (args.directory.display(), args.mountpoint.display());
-            print(&format!(
-                "mounted {directory} at {at}, process {}, messages in {}\n",
-                child.id(),
-                log_path.display()
-            ))?;
+            if args.json {
+                print_json(&serde_json::json!({ "directory": directory.to_string(), "mountpoint": at.to_string(),
+                    "pid": child.id(), "log": log_path.display().to_string() }))?;
+            } else {
+                let log = log_path.display();
+                print(&format!("mounted {directory} at {at}, process {}, messages in {log}\n", child.id()))?;
+            }
             return Ok(ExitCode::SUCCESS);
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -349,6 +356,9 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
     }
     if !trouble.is_empty() {
         return Err(format!("{}: {trouble}", args.mountpoint.display()).into());
+    }
+    if args.json {
+        print_json(&serde_json::json!({ "mountpoint": mountpoint.display().to_string(), "pid": pid }))?;
     }
     Ok(ExitCode::SUCCESS)
 }

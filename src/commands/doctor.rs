@@ -1,7 +1,7 @@
 //! `pagefold doctor`: what works here, what does not, and the one command that mends it.
 
-use super::Error;
-use crate::host;
+use crate::daemon_client;
+use crate::error::Error;
 use crate::output::{self, Style};
 use pagefold_os::probe::{self, Finding};
 use serde::Serialize;
@@ -64,7 +64,7 @@ fn merging(finding: Finding) -> Item {
 
 /// Whether what `run` preloads has a place from which it can be loaded.
 fn agent() -> Item {
-    let dir = host::agent_dir();
+    let dir = daemon_client::agent_dir();
     Item {
         part: "merging",
         name: "a directory for the agent".into(),

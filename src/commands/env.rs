@@ -1,10 +1,10 @@
 //! `pagefold env`: the environment that makes a program a client, for who starts programs by other means than `run`.
 
-use super::Error;
-use crate::{host, note};
+use crate::error::Error;
+use crate::{daemon_client, note};
 use std::process::ExitCode;
 
-/// Print the environment that makes a program a client, for containers and services
+/// Print the environment that makes a program a client
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   pagefold env --manage all > /run/pagefold/web.env
@@ -13,25 +13,25 @@ use std::process::ExitCode;
   env $(pagefold env --domain customer-7) qemu-system-x86_64 -m 2G disk.img
 
 The lines name the agent and the daemon's socket, which the program must find at the same paths. No
-daemon is started: a program without one works as ever, and is merged once a daemon comes.
+daemon is started: without one the program runs as usual, and is merged once a daemon starts.
 
 Exit status: 0 if printed, 1 if the agent could not be written, 2 for wrong usage.")]
 pub struct Args {
     #[command(flatten)]
     client: super::run::ClientArgs,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
 }
 
 /// Prints the lines.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     if let Some(domain) = &args.client.domain {
-        super::run::check_domain(domain)?;
+        crate::args::domain(domain)?;
     }
     let socket = args.daemon.socket()?;
-    let cold = args.client.cold.then_some(host::Cold { refault_budget: None, tier_max: None });
+    let cold = args.client.cold.then_some(daemon_client::Cold { refault_budget: None, tier_max: None });
     let mut text = String::new();
-    for (name, value) in host::environment(
+    for (name, value) in daemon_client::environment(
         &socket,
         args.client.domain.as_deref(),
         args.client.manage == super::run::Manage::All,

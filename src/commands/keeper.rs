@@ -1,6 +1,6 @@
 //! `pagefold keeper`: the daemon starts it by itself.
 
-use super::Error;
+use crate::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 

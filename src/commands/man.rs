@@ -1,6 +1,6 @@
 //! `pagefold man`: the manual pages, made from the same definitions as `--help`.
 
-use super::Error;
+use crate::error::Error;
 use clap::{Arg, ArgAction, Command, CommandFactory};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,8 +18,11 @@ pub struct Args {
 /// Writes one page per command, and one for each command of a group.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let cannot = |error: std::io::Error| format!("man: cannot write into {}: {error}", args.dir.display());
+    if args.dir == Path::new("-") {
+        return Err("man: writes one file per page and needs a directory; ./- is a directory of that name".into());
+    }
     if args.dir.exists() && !args.dir.is_dir() {
-        return Err(format!("man: {} is no directory", args.dir.display()).into());
+        return Err(format!("man: {} is not a directory", args.dir.display()).into());
     }
     std::fs::create_dir_all(&args.dir).map_err(cannot)?;
     let mut command = crate::Cli::command().disable_help_subcommand(true);
@@ -222,7 +225,7 @@ mod tests {
         let build = of(&["image", "build"]);
         assert!(build.contains(" \\fB\\-\\-name\\fR\\ \\fINAME\\fR "), "{build}");
         let exec = of(&["image", "exec"]);
-        assert!(exec.contains("[\\fB\\-\\-learn\\fR[=\\fISECONDS\\fR]]"), "{exec}");
+        assert!(exec.contains("[\\fB\\-\\-record\\-profile\\fR[=\\fISECONDS\\fR]]"), "{exec}");
         assert!(exec.ends_with(" [\\-\\-\\ \\fICOMMAND\\fR...]"), "{exec}");
     }
 }

@@ -13,36 +13,34 @@ mod image;
 mod keeper;
 mod man;
 mod park;
-pub mod run;
+mod run;
 mod scan;
-pub mod scan_tree;
+mod scan_tree;
 mod status;
 mod top;
 
+use crate::error::Error;
 use std::process::ExitCode;
-
-/// What a command returns when it cannot do its work: one line for the user.
-pub type Error = Box<dyn std::error::Error>;
 
 /// All commands of the tool.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Measure pagefold beside its peers
+    /// Measure pagefold beside its peers (from a source tree)
     Bench(bench::Args),
     /// Print the completions for a shell
     Completions(completions::Args),
-    /// Serve clients: `pagefold run` starts one by itself when none runs
+    /// Serve clients; `pagefold run` starts a daemon if none runs
     Daemon(daemon::Args),
-    /// See it work: real processes, merged live, beside the kernel's KSM
+    /// Merge the memory of real processes, beside the kernel's KSM
     Demo(demo::Args),
     /// One process of the demonstration
     #[command(hide = true)]
     DemoClient(demo::ClientArgs),
     /// Serve disk images through one page cache that keeps equal blocks once
     Disk(disk::Args),
-    /// Tell what works on this machine, and how to mend what does not
+    /// Check what works on this machine, and say how to fix what does not
     Doctor(doctor::Args),
-    /// Print the environment that makes a program a client, for containers and services
+    /// Print the environment that makes a program a client
     Env(env::Args),
     /// Store trees by content and mount them so that equal files share page cache
     Image(image::Args),
@@ -51,25 +49,25 @@ pub enum Command {
     Keeper(keeper::Args),
     /// Write the manual pages into a directory
     Man(man::Args),
-    /// Move an idle client's memory to the cold tier, now
+    /// Evict an idle client's memory to the cold tier now
     Park(park::Park),
     /// Stop merging a client; merged pages stay merged
     Pause(control::Pause),
     /// Merge a paused client again
     Resume(control::Resume),
-    /// Run a program and merge its equal pages with those of all others
+    /// Run a program and merge its pages with those of all others
     Run(run::Args),
-    /// Tell what merging would save, changing nothing
+    /// Predict what merging would save, changing nothing
     Scan(scan::Args),
     /// Show what is merged, for whom, and what it costs
     Status(status::Args),
     /// Show what is merged, live
     Top(top::Args),
-    /// Bring a parked client's memory back, now
+    /// Return a parked client's memory now
     Unpark(park::Unpark),
-    /// Give a client its private memory back and leave it alone
+    /// Turn a client's merged pages back into private memory
     Unmerge(control::Unmerge),
-    /// Compare every shared page with its slot through the kernel's own page tables
+    /// Compare every shared page with its slot through the kernel's page tables
     Verify(control::Verify),
 }
 

@@ -1,9 +1,9 @@
 //! `pagefold park` and `unpark`: an idle client's memory to the cold tier and back, at once.
 
-use super::Error;
 use super::control::for_each;
+use crate::error::Error;
 use crate::output::print_json;
-use crate::{host, say, units};
+use crate::{daemon_client, say, units};
 use pagefold_daemon::cold::{ClientSelector, ColdClient};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Move an idle client's memory to the cold tier, now
+/// Evict an idle client's memory to the cold tier now
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -21,23 +21,23 @@ Examples:
   pagefold park --cgroup machine.slice
   pagefold park --all
 
-The client goes on running: what it touches comes back, with its neighbours. What is merged stays
-merged; all else goes, and is merged again after pagefold unpark. Pages that are locked, pinned
-for I/O or shared with a forked process stay.")]
+The client goes on running: pages it touches return, with their neighbours. Merged pages stay
+merged; all others are evicted, and are merged again after pagefold unpark. Pages that are locked,
+pinned for I/O or shared with a forked process stay in memory.")]
 pub struct Park {
     #[command(flatten)]
     whom: Target,
 }
 
-/// Bring a parked client's memory back, now
+/// Return a parked client's memory now
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
   pagefold unpark 4711
   pagefold unpark --cgroup machine.slice
 
-It need not be done before the client works again: the pages it touches come back anyway. The
-pages that it touched when it last worked come first.")]
+Not needed before the client works again: the pages it touches return by themselves. The pages
+that it touched most recently return first.")]
 pub struct Unpark {
     #[command(flatten)]
     whom: Target,
@@ -59,7 +59,7 @@ struct Target {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
 }
 
 impl Target {
@@ -91,12 +91,13 @@ fn ask_and_watch(socket: &Path, whom: &ClientSelector, park: bool) -> Result<(u6
         status.cold.clients.iter().filter(|client| one.is_none_or(|pid| pid == client.pid)).map(of).sum()
     };
     let out = |client: &ColdClient| client.pages_out * pagefold_os::PAGE_SIZE as u64;
-    let answer = host::ask_and_watch(socket, &request, if park { "park" } else { "unpark" }, |before, now| {
-        // What is locked or pinned stays; what grows meanwhile may be more than there was.
-        let resident = |client: &ColdClient| pagefold_os::procfs::rss(client.pid);
-        let done = sum(now, out).abs_diff(sum(before, out));
-        (done, if park { done + sum(now, resident) } else { sum(before, out) })
-    })?;
+    let answer =
+        daemon_client::ask_and_watch(socket, &request, if park { "park" } else { "unpark" }, |before, now| {
+            // What is locked or pinned stays; what grows meanwhile may be more than there was.
+            let resident = |client: &ColdClient| pagefold_os::procfs::rss(client.pid);
+            let done = sum(now, out).abs_diff(sum(before, out));
+            (done, if park { done + sum(now, resident) } else { sum(before, out) })
+        })?;
     let Answer::Moved { clients, pages } = answer else {
         return Err("the daemon answered something else".into());
     };

@@ -1,7 +1,7 @@
 //! `pagefold run`: starts a program whose equal pages are merged with those of others.
 
-use super::Error;
-use crate::{begun, host, note};
+use crate::error::Error;
+use crate::{args, daemon_client, exit, inherited_state, note};
 use std::ffi::OsString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ pub struct ClientArgs {
     /// Share pages only inside this domain [default: one domain for all of this user]
     #[arg(long, value_name = "NAME")]
     pub domain: Option<String>,
-    /// Move pages that stay silent to the cold tier instead of merging; all large private memory is managed
+    /// Evict idle pages to the cold tier instead of merging; manages all large private memory
     #[arg(long)]
     pub cold: bool,
 }
@@ -30,7 +30,7 @@ pub enum Manage {
     All,
 }
 
-/// Run a program and merge its equal pages with those of all others
+/// Run a program and merge its pages with those of all others
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -39,28 +39,28 @@ Examples:
   pagefold run --domain customer-7 -- ./sandbox
   pagefold run --cold --tier-max 2G -- qemu-system-x86_64 -m 4G disk.img
 
-Exit status: the program's own, and its signals, for it takes this process over; 125 if pagefold
+Exit status: the program's own, and its signals, because it replaces this process; 125 if pagefold
 failed or was used wrongly, 126 if the program could not be run, 127 if it was not found.
 
-A domain is a trust boundary: whoever shares pages with somebody can find out, by the time a
-write takes, what that somebody has in memory. All that one user starts shares that user's
-domain; give each owner of data a --domain of its own. KSM has none: with
---domain it is not used, and what the agent cannot load into runs unmerged. A program below has
-the domain of the one that started it, unless --domain says otherwise.")]
+A domain is a trust boundary: a program that shares pages with another one can find out, by the
+time a write takes, what the other has in memory. All programs of one user share that user's
+domain; give each owner of data a --domain of its own. KSM knows no domains: with --domain it is
+not used, and a program into which the agent cannot load runs unmerged. A child process has its
+parent's domain, unless --domain says otherwise.")]
 pub struct Args {
     #[command(flatten)]
     client: ClientArgs,
     /// With --cold: percent of run time it may lose to refaults, at most 50 [default: the daemon's]
-    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    #[arg(long, value_name = "PERCENT", value_parser = args::percent)]
     refault_budget: Option<f64>,
     /// With --cold: memory limit of the domain's tier; the domain's first client sets it [default: the daemon's]
-    #[arg(long, value_name = "SIZE", value_parser = tier_max)]
+    #[arg(long, value_name = "SIZE", value_parser = args::tier_max)]
     tier_max: Option<u64>,
     /// What merges the program's pages
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
     /// Program and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     command: Vec<OsString>,
@@ -76,47 +76,25 @@ enum Backend {
     Ksm,
 }
 
-fn tier_max(text: &str) -> Result<u64, String> {
-    super::daemon::at_least(super::daemon::TIER_MIN_BYTES, text)
-}
-
-/// A share from a percentage.
-pub(super) fn percent(text: &str) -> Result<f64, String> {
-    let number: f64 = text.trim_end_matches('%').parse().map_err(|_| "a percentage, such as 1 or 0.5".to_owned())?;
-    if number > 0.0 && number <= 50.0 { Ok(number / 100.0) } else { Err("more than 0 and at most 50".into()) }
-}
-
-/// Exit status when pagefold itself fails, as env(1) and others have it.
-pub const FAILED: u8 = 125;
-
 /// Becomes the program.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let error = match prepare(&args) {
         Ok(command) => {
-            let error = begun::become_it(command);
-            let code = if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 };
+            let error = inherited_state::exec_as(command);
             note!("pagefold: cannot run {}: {error}", args.command[0].to_string_lossy());
-            return Ok(ExitCode::from(code));
+            return Ok(ExitCode::from(exit::of_exec(&error)));
         }
         Err(error) => error,
     };
     note!("pagefold: {error}");
-    Ok(ExitCode::from(FAILED))
-}
-
-/// Refuses what cannot be a domain's name.
-pub(super) fn check_domain(name: &str) -> Result<(), Error> {
-    if name.is_empty() || name.len() > 64 || name.chars().any(char::is_control) {
-        return Err("a domain's name has 1 to 64 bytes and no control characters".into());
-    }
-    Ok(())
+    Ok(ExitCode::from(exit::FAILED))
 }
 
 fn prepare(args: &Args) -> Result<Command, Error> {
     let mut command = Command::new(&args.command[0]);
     command.args(&args.command[1..]);
     if let Some(domain) = &args.client.domain {
-        check_domain(domain)?;
+        args::domain(domain)?;
     }
     let lack = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works);
     let remap = match (args.backend, lack) {
@@ -167,11 +145,18 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         );
     }
     let socket = args.daemon.socket()?;
-    let cold = args.client.cold.then_some(host::Cold { refault_budget: args.refault_budget, tier_max: args.tier_max });
-    let environment =
-        host::environment(&socket, args.client.domain.as_deref(), args.client.manage == Manage::All, cold.as_ref())?;
-    host::ensure_daemon(&socket, args.tier_max.filter(|_| args.client.cold))?;
-    if let Some(owner) = host::stranger(&socket) {
+    let cold = args
+        .client
+        .cold
+        .then_some(daemon_client::Cold { refault_budget: args.refault_budget, tier_max: args.tier_max });
+    let environment = daemon_client::environment(
+        &socket,
+        args.client.domain.as_deref(),
+        args.client.manage == Manage::All,
+        cold.as_ref(),
+    )?;
+    daemon_client::ensure_daemon(&socket, args.tier_max.filter(|_| args.client.cold))?;
+    if let Some(owner) = daemon_client::stranger(&socket) {
         note!("pagefold: the daemon at {} is user {owner}'s, and may not serve this program", socket.display());
     }
     // The tier is asked for by each run anew.

@@ -1,6 +1,6 @@
 //! `pagefold scan --tree`: what storing directories as images would save, before anything is built.
 
-use super::Error;
+use crate::error::Error;
 use crate::output::{clean, print_json};
 use crate::units::{show_counted, show_size};
 use crate::{note, say};

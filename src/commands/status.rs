@@ -1,9 +1,9 @@
 //! `pagefold status`: what is merged now, once.
 
-use super::Error;
+use crate::error::Error;
 use crate::output::{Style, Table, clean, print, print_json};
-use crate::parts::ImageStore;
-use crate::{host, units};
+use crate::remote_status::ImageStore;
+use crate::{daemon_client, units};
 use pagefold_daemon::status::Status;
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
 }
 
 /// What `--json` shows: the daemon's status, mounts of disk images and stores of image trees beside it.
@@ -51,14 +51,14 @@ struct Shown {
 
 /// Runs the command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let (disks, images) = (crate::parts::disks(), crate::parts::images());
+    let (disks, images) = (crate::remote_status::disks(), crate::remote_status::images());
     let socket = args.daemon.socket()?;
     // Mounts need no daemon, and are worth telling without one.
     let has_mounts = !disks.is_empty() || images.iter().any(|store| store.stat.mounts > 0);
     let status = if has_mounts && args.daemon.is_default() {
-        host::status_of_any(&socket)?
+        daemon_client::status_of_any(&socket)?
     } else {
-        Some(host::status(&socket)?)
+        Some(daemon_client::status(&socket)?)
     };
     let shown = Shown { status, disks, images };
     if args.json {

@@ -1,9 +1,9 @@
 //! `pagefold top`: what is merged now, live.
 
-use super::Error;
-use crate::host;
+use crate::daemon_client;
+use crate::error::Error;
 use crate::top::{Act, Disk, Images, Sample, View, screen};
-use crate::{parts, units};
+use crate::{remote_status, units};
 use crossterm::event::{self, Event, KeyEventKind};
 use pagefold_daemon::control::{self, Answer, Request};
 use std::io::{ErrorKind, IsTerminal, stdin, stdout};
@@ -36,7 +36,7 @@ pub struct Args {
     #[arg(long, short, value_name = "TIME", value_parser = units::duration, default_value = "1s")]
     interval: Duration,
     #[command(flatten)]
-    daemon: host::DaemonArg,
+    daemon: daemon_client::DaemonArg,
 }
 
 /// Shows samples until the user ends it.
@@ -132,7 +132,7 @@ fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
         loop {
             let next = Instant::now() + interval;
             let mut sample = take_sample(&socket, started);
-            if images.0.elapsed() > parts::IMAGES_INTERVAL {
+            if images.0.elapsed() > remote_status::IMAGES_INTERVAL {
                 images = (Instant::now(), self::images());
             }
             sample.images.clone_from(&images.1);
@@ -172,7 +172,7 @@ fn disks() -> Vec<Disk> {
         misses: status.misses,
         images: status.images.into_iter().map(image).collect(),
     };
-    parts::disks().into_iter().map(row).collect()
+    remote_status::disks().into_iter().map(row).collect()
 }
 
 fn image(image: pagefold_disk::ImageStatus) -> Disk {
@@ -191,12 +191,12 @@ fn image(image: pagefold_disk::ImageStatus) -> Disk {
 
 /// This user's store of images, domain by domain.
 fn images() -> Vec<Images> {
-    let row = |store: parts::ImageStore| Images {
+    let row = |store: remote_status::ImageStore| Images {
         name: store.root,
         domain: store.domain,
         mounts: store.stat.mounts,
         resident_bytes: store.stat.resident_bytes,
         saved_bytes: store.stat.memory_saved_bytes,
     };
-    parts::images().into_iter().map(row).collect()
+    remote_status::images().into_iter().map(row).collect()
 }

@@ -1,6 +1,6 @@
 //! This user's daemon and this tool's agent: where they live, and how to reach them.
 
-use crate::commands::Error;
+use crate::error::Error;
 use crate::output::Progress;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;

@@ -34,7 +34,7 @@ extern "C" fn look() {
 static LOOK: extern "C" fn() = look;
 
 /// Becomes `command`, which begins as this process began; returns only why not.
-pub fn become_it(mut command: Command) -> io::Error {
+pub fn exec_as(mut command: Command) -> io::Error {
     pass_on(&mut command);
     let error = command.exec();
     // As a program starts with it: whose reader of standard error has left would now be ended by a line about this.
