@@ -77,7 +77,7 @@ pub(crate) mod tests {
         (OwnedFd::from(ours).into(), OwnedFd::from(theirs).into())
     }
 
-    /// A descriptor, and a value during whose life the descriptor's last close(2) takes an hour.
+    /// A descriptor with a last close(2) that takes an hour while the other value lives.
     fn lingering() -> (OwnedFd, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -1,7 +1,7 @@
-//! The conversation with the agent of a cold client: one request at a time, lists and pages through the channel.
+//! Requests to the agent of a cold client: one at a time, with lists and pages in the channel.
 //!
-//! Nothing that stands in the channel is believed: pages are copied before they are stored, and whether a page left the
-//! client is read from the table, under the pact.
+//! The channel's content is not trusted: pages are copied before they are stored, and whether a page left the client is read from
+//! the residency map, under its owner lock.
 
 use crate::clients::connection::Connection;
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched, sock};
@@ -25,7 +25,7 @@ pub(crate) struct Gone;
 pub(crate) struct AgentConnection {
     pub socket: Arc<Connection>,
     channel: Arc<Channel>,
-    /// Places of the channel, from the first on, whose memory is there.
+    /// Pages of the channel, from the first on, that are populated.
     room: usize,
     sequence: u64,
     pub agent_cpu_ns: u64,

@@ -1,7 +1,7 @@
-//! Greetings: a process becomes a client of the cold tier, or is found to be one that the daemon knows.
+//! Handshake: a process becomes a client of the cold tier, or turns out to be one that the daemon knows.
 //!
-//! Nothing that it hands over is believed before it was looked at. Its descriptors are with the keeper, and its thread
-//! runs, before the answer lets its first page go out; who cannot be kept or served is refused, and keeps its memory.
+//! Everything that it hands over is checked before it is used. The keeper holds its descriptors, and its fault thread runs, before
+//! the answer allows its first eviction. A process that cannot be kept or served is refused, and keeps its memory.
 
 use super::agent_connection::AgentConnection;
 use super::client::{Client, ClientDescriptors, Identity};
@@ -22,12 +22,15 @@ use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Errno, pagemap, sock};
 use pagefold_protocol::handshake::send_welcome;
 use pagefold_protocol::message::{HELLO_LENT, Op, Packet};
+use pagefold_protocol::residency_map::{OWNER_DAEMON, poison_evicted};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Clients that one process may be: one, another while an exec(2) ends it, and what tests and debuggers make of it. Each
 /// costs a thread.
 const CLIENTS_PER_PROCESS: usize = 8;
+/// How long a client may hold the owner lock before its earlier pages are left unpoisoned, in microseconds.
+const POISON_LOCK_US: u64 = 1_000_000;
 
 /// Greets an agent: see `agent::cold::connect` for the other half.
 ///
@@ -56,7 +59,7 @@ pub(crate) fn greet(
     };
     let handed = ClientDescriptors { uffd: Uffd::from_fd(uffd), table, pagemap };
     let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
-    // Not for whoever names one and goes.
+    // Last: a process that greets and hangs up must not make a group.
     let group = tiers.group(&key, hello.count).map_err(GreetError::Cold)?;
     let result = attach(tiers, &group, who, handed, link, &ready, hello);
     result.map_err(|errno| {
@@ -67,24 +70,45 @@ pub(crate) fn greet(
     })
 }
 
-/// Makes a client of what was handed over, or finds the one that it is.
+/// Makes a client of the descriptors, or finds the client that they belong to, and connects it.
 fn attach(
     tiers: &Tiers,
     group: &Arc<Group>,
     who: Identity,
-    handed: ClientDescriptors,
+    descriptors: ClientDescriptors,
     link: AgentConnection,
     ready: &Packet,
     hello: &Packet,
 ) -> Result<(), Errno> {
-    // A descriptor that nobody has enabled.
-    let bare = ready.a == 1;
-    let uffd = &handed.uffd;
-    // Else its thread would look for events where none can be, and never hear that the client has ended.
+    // The descriptor is new: UFFDIO_API was not yet called on it.
+    let is_bare = ready.a == 1;
+    enable(&descriptors.uffd, is_bare)?;
+    let new = Client::new(who, descriptors, group.prefetcher.clone(), group.pending_children.clone())?;
+    let known = match find_known(group, &new) {
+        // Its agent never heard that it was a client, and has registered nothing with the earlier descriptor.
+        Some(client) if is_bare => {
+            group.remove(client.region);
+            None
+        }
+        known => known,
+    };
+    if is_bare {
+        check_limits(tiers, &new)?;
+    }
+    let client = known.map_or_else(|| add(tiers, group, new), Ok)?;
+    connect(group, &client, link, ready, hello)
+}
+
+/// Enables the userfaultfd, if the client has left that to the daemon.
+///
+/// # Errors
+/// The descriptor is not a userfaultfd: the client's thread would wait for events that cannot come, and would not notice the
+/// client's end. Or the kernel lacks a feature.
+fn enable(uffd: &Uffd, is_bare: bool) -> Result<(), Errno> {
     if !uffd.is_one() {
         return Err(Errno(libc::EPROTO));
     }
-    if bare {
+    if is_bare {
         let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
             | uffd::FEATURE_WP_ASYNC
             | uffd::FEATURE_MOVE
@@ -93,96 +117,98 @@ fn attach(
             | uffd::FEATURE_EVENT_REMOVE
             | uffd::FEATURE_EVENT_UNMAP
             | uffd::FEATURE_EVENT_REMAP;
-        // Forks by calls that the agent does not see are known only to the privileged.
+        // The kernel reports forks, which the agent may not see, to privileged daemons only.
         if uffd.enable(features | uffd::FEATURE_EVENT_FORK).is_err() {
             uffd.enable(features)?;
         }
     }
-    let mut new = Client::new(who, handed, group.prefetcher.clone(), group.pending_children.clone())?;
+    Ok(())
+}
+
+/// The client of the group that `new` is already, by its residency map.
+fn find_known(group: &Group, new: &Client) -> Option<Arc<Client>> {
     let head = new.table.head();
-    let (region, token, arena) = (
-        head.client_id.load(Ordering::Acquire),
-        head.token.load(Ordering::Relaxed),
-        head.arena.load(Ordering::Relaxed),
-    );
-    let known = lock(&group.clients).get(&(region as u32)).cloned();
-    let known = known.filter(|client| {
+    let region = head.client_id.load(Ordering::Acquire) as u32;
+    let (token, arena) = (head.token.load(Ordering::Relaxed), head.arena.load(Ordering::Relaxed));
+    let known = lock(&group.clients).get(&region).cloned();
+    known.filter(|client| {
         arena == group.id
             && client.token == token
-            && client.uid == who.uid
+            && client.uid == new.uid
             && same_file(&client.table_fd, &new.table_fd)
-    });
-    let known = match known {
-        // Its agent never heard that it was a client, and watches nothing with the descriptor of then.
-        Some(client) if bare => {
-            group.remove(client.region);
-            None
-        }
-        known => known,
-    };
-    // Who comes with pages out is served all the same.
-    if bare && memory_limits::own().free_apart(&new.limits) < CLIENT_BYTES {
+    })
+}
+
+/// Checks that there is room for a process without evicted pages. One with evicted pages is served in any case.
+fn check_limits(tiers: &Tiers, new: &Client) -> Result<(), Errno> {
+    if memory_limits::own().free_apart(&new.limits) < CLIENT_BYTES {
         return Err(Errno(libc::ENOMEM));
     }
-    // Whoever is in a namespace that we do not see has no number.
-    if bare && who.pid > 0 && tiers.clients_of(&ClientSelector::Pid(who.pid)).len() >= CLIENTS_PER_PROCESS {
+    // Processes of a pid namespace that the daemon does not see all have the number 0.
+    if new.pid > 0 && tiers.clients_of(&ClientSelector::Pid(new.pid)).len() >= CLIENTS_PER_PROCESS {
         return Err(Errno(libc::EUSERS));
     }
-    let client = match known {
-        Some(client) => client,
-        None => {
-            // Of another tier, which is gone, or of a daemon that never was: what is out is lost.
-            let _ = head.owner.compare_exchange(2, 0, Ordering::AcqRel, Ordering::Relaxed);
-            head.end_move();
-            if head.evicted.load(Ordering::Relaxed) > 0 && new.take_pact(1_000_000) {
-                let lost = pagefold_protocol::residency_map::poison_evicted(&new.uffd, &new.table);
-                new.table.unlock();
-                eprintln!("pagefold: {} ({}): {lost} pages died with an earlier tier", new.name, new.pid);
-            }
-            let region = group.next_region.fetch_add(1, Ordering::Relaxed);
-            (new.region, new.token) = (region, random_id());
-            let client = Arc::new(new);
-            // Before the first page goes out; known first, as above.
-            let mut clients = lock(&group.clients);
-            if group.is_over() {
-                // This took longer than a tier without clients is kept.
-                return Err(Errno(libc::EAGAIN));
-            }
-            clients.insert(region, client.clone());
-            drop(clients);
-            head.token.store(client.token, Ordering::Relaxed);
-            head.arena.store(group.id, Ordering::Relaxed);
-            head.client_id.store(u64::from(region), Ordering::Release);
-            let kept = lock(&tiers.keeper).as_ref().map_or(Ok(()), |keeper| deposit_client(group, keeper, &client));
-            if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
-                // It keeps its memory, and may ask again.
-                head.client_id.store(0, Ordering::Release);
-                group.remove(region);
-                return Err(Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)));
-            }
-            client
-        }
-    };
-    // Once: one whose connection broke tells the same daemon what it takes all in all.
+    Ok(())
+}
+
+/// Adds a client to the group, leaves it with the keeper, and starts its thread.
+fn add(tiers: &Tiers, group: &Arc<Group>, mut new: Client) -> Result<Arc<Client>, Errno> {
+    poison_earlier(&new);
+    let region = group.next_region.fetch_add(1, Ordering::Relaxed);
+    (new.region, new.token) = (region, random_id());
+    let client = Arc::new(new);
+    // In the group before it is left with the keeper: a keeper that replaces this one is given all clients of the group.
+    let mut clients = lock(&group.clients);
+    if group.is_over() {
+        // The handshake took longer than a tier without clients is kept.
+        return Err(Errno(libc::EAGAIN));
+    }
+    clients.insert(region, client.clone());
+    drop(clients);
+    let head = client.table.head();
+    head.token.store(client.token, Ordering::Relaxed);
+    head.arena.store(group.id, Ordering::Relaxed);
+    head.client_id.store(u64::from(region), Ordering::Release);
+    let kept = lock(&tiers.keeper).as_ref().map_or(Ok(()), |keeper| deposit_client(group, keeper, &client));
+    if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
+        // It keeps its memory, and may ask again.
+        head.client_id.store(0, Ordering::Release);
+        group.remove(region);
+        return Err(Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)));
+    }
+    Ok(client)
+}
+
+/// Pages that are evicted to another tier, which no longer exists, or that are falsely marked as evicted, are lost.
+fn poison_earlier(new: &Client) {
+    let head = new.table.head();
+    let _ = head.owner.compare_exchange(OWNER_DAEMON, 0, Ordering::AcqRel, Ordering::Relaxed);
+    head.end_move();
+    if head.evicted.load(Ordering::Relaxed) > 0 && new.take_owner_lock(POISON_LOCK_US) {
+        let lost = poison_evicted(&new.uffd, &new.table);
+        new.table.unlock();
+        eprintln!("pagefold: {} ({}): {lost} pages died with an earlier tier", new.name, new.pid);
+    }
+}
+
+/// Reconciles the client with the tier, answers its greeting, and takes its connection.
+fn connect(group: &Group, client: &Client, link: AgentConnection, ready: &Packet, hello: &Packet) -> Result<(), Errno> {
+    // Once: a client that connects to this daemon again still reports its time since it began.
     client.cpu_before_ns.get_or_init(|| ready.b);
     client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
     client.leased.store(hello.a & HELLO_LENT != 0, Ordering::Relaxed);
-    // A link that broke is given up by whoever holds it.
+    // A thread that holds a broken link gives it up soon.
     let mut held = lock(&client.link);
     if !client.reconcile(&group.tier) {
         return Err(Errno(libc::ETIMEDOUT));
     }
-    // While we hold the link: the answer to the greeting comes before any request of the pump's.
-    let go = Packet { a: u64::from(head_epoch(&client)), ..Packet::new(Op::ColdStart) };
+    // While the link is locked: the answer to the greeting comes before any request of the evictor.
+    let go = Packet { a: u64::from(client.table.head().epoch.load(Ordering::Relaxed)), ..Packet::new(Op::ColdStart) };
     sock::send(&link.socket, go.bytes(), &[])?;
     *lock(&client.socket) = Some(link.socket.clone());
     *held = Some(link);
     group.ring();
     Ok(())
-}
-
-fn head_epoch(client: &Client) -> u32 {
-    client.table.head().epoch.load(Ordering::Relaxed)
 }
 
 fn same_file(a: &Fd, b: &Fd) -> bool {
@@ -320,7 +346,7 @@ mod tests {
         let memory = pagefold_os::mem::Mapping::anonymous(pagefold_os::PAGE_SIZE).unwrap();
         let range = pagefold_os::Range::pages_from(memory.addr(), 1);
         handed.uffd.register(range, uffd::MODE_MISSING).unwrap();
-        // Nobody else may, not even for the same process.
+        // No other descriptor may, not even of the same process.
         let registered = clients[0].uffd.register(range, uffd::MODE_MISSING);
         // Else the mapping's end would wait for a reader that a wrong answer says is not there.
         handed.uffd.unregister(range).unwrap();

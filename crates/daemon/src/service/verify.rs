@@ -267,7 +267,7 @@ mod tests {
         }
     }
 
-    /// A client all of whose pages read as this byte.
+    /// A client with pages that all read as this byte.
     struct OnePage(u8);
 
     impl Client for OnePage {

@@ -1,7 +1,7 @@
 //! Pages come in: copied to the client, then *resident* in its table, then their entries are discarded.
 //!
-//! The caller holds `service` and the pact, but for who loads beside the client's own thread, which takes both when it
-//! has loaded. A page that cannot be had is poisoned, never replaced.
+//! The caller holds `service` and the owner lock; a thread that loads beside the client's own takes both after loading. A page that
+//! cannot be loaded is poisoned, never replaced.
 
 use super::{Client, PAGE, Served};
 use pagefold_os::{Errno, Page, Range};
@@ -9,7 +9,7 @@ use pagefold_protocol::residency_map::{EVICTED, RESIDENT};
 use pagefold_tier::{LoadError, Tier};
 use std::sync::atomic::Ordering;
 
-/// Lost pages of a client that get a line each; the counter has all. A client can claim as many as it likes.
+/// Lost pages of a client that are reported with a line each; the counter has all. A client can claim any number.
 const LOSSES_TOLD: u64 = 16;
 
 /// True if memory was short for the read: nothing is wrong with the bytes.
@@ -22,8 +22,8 @@ pub(crate) fn is_passing(error: &LoadError) -> bool {
 }
 
 impl Client {
-    /// Brings back what of `pages`, at most [`super::CLUSTER_PAGES`], is out; beside the client's own thread. What cannot
-    /// be brought now is left to its own fault.
+    /// Brings back the evicted ones of `pages`, at most [`super::CLUSTER_PAGES`], beside the client's own thread. A page that cannot be
+    /// brought back now is left to its own fault.
     pub(crate) fn bring_ahead(&self, tier: &Tier, pages: std::ops::Range<u64>, buffer: &mut [Page]) {
         let leaving = self.leaving.load(Ordering::SeqCst);
         // Loading needs no lock: what is true at the end counts.
@@ -32,8 +32,8 @@ impl Client {
         };
         let loaded: Vec<bool> = pages.clone().zip(&mut *buffer).map(load).collect();
         let _service = self.take_service();
-        if self.take_pact(200) {
-            // A page that came and went again meanwhile has another content. With the pact: none goes until it is free.
+        if self.take_owner_lock(200) {
+            // A page that came and went again meanwhile has another content. Checked under the owner lock: no page is evicted until that is free.
             if self.leaving.load(Ordering::SeqCst) == leaving {
                 self.copy_loaded(tier, pages, &loaded, buffer);
             }
@@ -42,7 +42,7 @@ impl Client {
     }
 
     /// Copies those of `pages` to the client that were loaded into `buffer` and are still out; true if all came. The
-    /// caller holds `service` and the pact.
+    /// caller holds `service` and the owner lock.
     pub(crate) fn copy_loaded(
         &self,
         tier: &Tier,
@@ -85,7 +85,7 @@ impl Client {
             }
             match error {
                 None => {}
-                // It is there: somebody was quicker, or a predecessor died right after the copy.
+                // It is there: another thread was quicker, or a predecessor died right after the copy.
                 Some(Errno(libc::EEXIST)) => {
                     self.settle(tier, at, at + 1);
                     let _ = self.uffd.wake(Range::pages_from(at * PAGE, 1));
@@ -114,7 +114,7 @@ impl Client {
         self.counters.pages_returned.fetch_add(end - start, Ordering::Relaxed);
     }
 
-    /// A page cannot be brought back: SIGBUS for who touches it, never other bytes. Who has to wait for memory only waits.
+    /// A page cannot be brought back: a thread that touches it gets SIGBUS, never other bytes. If only memory is short, it waits.
     pub(crate) fn lose(&self, tier: &Tier, addr: u64, error: &LoadError) -> Served {
         if is_passing(error) {
             return self.starve();
@@ -159,7 +159,7 @@ mod tests {
     use std::io;
 
     #[test]
-    fn what_was_loaded_before_a_page_went_out_again_does_not_come_in() {
+    fn a_page_loaded_before_it_was_evicted_again_is_not_copied_in() {
         let Some((client, memory)) = own(0, 1) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let page = memory.addr() / PAGE;
@@ -169,7 +169,7 @@ mod tests {
         };
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), EVICTED);
-        // Who brings it gives up soon if somebody takes the processor meanwhile: many times.
+        // Many times: the thread that brings it gives up soon if it loses the processor meanwhile.
         for _ in 0..1000 {
             store(1);
             assert!(client.table.try_lock(pagefold_protocol::residency_map::OWNER_AGENT));

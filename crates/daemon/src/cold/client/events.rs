@@ -1,6 +1,6 @@
 //! What the kernel tells of a client's memory: faults, which are kept to be served, and what takes pages away.
 //!
-//! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that nobody saw (`fork`). All of that is
+//! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that the agent did not see (`fork`). All of that is
 //! obeyed before any fault of the same batch is served.
 
 use super::{Client, LOST_MAX, PAGE, Pending, Served, Service};
@@ -19,7 +19,7 @@ const EVENTS: usize = uffd::EVENTS_MAX;
 const NOWHERE: u64 = !(PAGE - 1);
 /// The tier has pages that are awaited under where they are awaited, and so much further on, where no memory can be.
 pub(crate) const AWAITED: u64 = 1 << 47;
-/// How often what moved is tried to be brought in, a millisecond apart: who moved it may wait for a processor.
+/// Tries to bring in moved pages, a millisecond apart: the thread that moved them may wait for a processor.
 const MOVED_TRIES: u32 = 1000;
 
 impl Client {
@@ -80,7 +80,7 @@ impl Client {
     /// The pages of `from` are at `to` now; those that are out must come in there.
     pub(crate) fn moved(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
         let head = self.table.head();
-        // First: who sees that they are not out any more shall see this.
+        // First: a thread that sees the pages as not evicted must also see this.
         head.moving_pages.fetch_add(1, Ordering::SeqCst);
         head.begin_move(from, to, false);
         // Whatever was known of the target's addresses is of an earlier mapping.
@@ -102,8 +102,9 @@ impl Client {
     fn take_along(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
         let new = |addr: u64| to + (addr - from.start);
         self.table.head().begin_move(from, to, true);
-        // The agent does not learn where the page went that it has in hand: it drops it, and nobody may read zeros there. One that
-        // it had put back went along, and is as good. It has no more at once, whatever the table claims.
+        // The page was being evicted when mremap(2) moved it, so the agent does not know its new address and drops its copy. The new
+        // address must never read zeros. A page that the agent had put back has moved along and is intact. An agent freezes no more
+        // pages than this at a time, whatever its residency map claims.
         let mut most = FETCH_PAGES_MAX;
         self.table.for_each_run(from.start, from.end, FROZEN, |start, end| {
             for addr in (start..end).step_by(PAGE_SIZE).take(most) {
@@ -156,12 +157,12 @@ impl Client {
         }
     }
 
-    /// Brings in what moved, beside the client's own thread; false if some of it must wait for long. Until it is in, nobody may
-    /// have absent pages there read zeros.
+    /// Brings in moved pages, beside the client's own thread; false if some must wait for long. Until they are in, absent pages there
+    /// must not read zeros.
     pub(crate) fn bring_all_moved(&self, tier: &Tier) -> bool {
         for _ in 0..MOVED_TRIES {
             let mut service = self.take_service();
-            if service.is_moving() && self.take_pact(2000) {
+            if service.is_moving() && self.take_owner_lock(2000) {
                 self.bring_moved(&mut service, tier);
                 self.table.unlock();
             }
@@ -182,7 +183,7 @@ impl Client {
         let Service { moving, cluster, .. } = service;
         let mut has_room = true;
         moving.retain(|to, from| {
-            // As for what is touched: the kernel kills at a limit, and who touches one of these waits.
+            // As for touched pages: the kernel kills at a limit, while a thread that touches one of these pages only waits.
             has_room = has_room && (self.moved_at_once.load(Ordering::Relaxed) || self.grant(1) > 0);
             if !has_room {
                 self.starve();
@@ -382,7 +383,7 @@ mod tests {
         lock(&client.service).moving.insert(page_at(2), 1 << 30);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                // SAFETY: memory of ours that nobody uses.
+                // SAFETY: the pages lie in this test's mapping, and no reference to them exists.
                 let _ = unsafe { pagefold_os::mem::advise(page_at(0), PAGE, libc::MADV_DONTNEED) };
             });
             let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
@@ -399,7 +400,7 @@ mod tests {
                 polls += 1;
             }
         });
-        // There: so nobody gets another page there.
+        // A page is there, so no other can be mapped there.
         assert_eq!(client.uffd.zero(Range::pages_from(page_at(2), 1), 0).1, Some(Errno(libc::EEXIST)));
         assert_eq!(client.table.head().lost.load(std::sync::atomic::Ordering::Relaxed), 1);
     }
@@ -420,7 +421,7 @@ mod tests {
         let before = std::thread::scope(|scope| {
             let moves = scope.spawn(|| {
                 let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-                // SAFETY: memory of ours that nobody uses.
+                // SAFETY: the pages lie in this test's mapping, and no reference to them exists.
                 unsafe { libc::syscall(libc::SYS_mremap, moved, 2 * PAGE, 2 * PAGE, fixed, target.addr()) }
             });
             let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
@@ -509,9 +510,9 @@ mod tests {
         assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
     }
 
-    /// The client may have its descriptor wait, whose flags are ours as well.
+    /// The client may set its descriptor to block, and daemon and client share the descriptor's flags.
     #[test]
-    fn a_descriptor_that_waits_holds_nobody_up() {
+    fn a_blocking_descriptor_does_not_hold_up_the_fault_thread() {
         let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMOVE, 1) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         // SAFETY: numbers only.
@@ -523,7 +524,7 @@ mod tests {
             if read.is_none() {
                 // Frees the reader.
                 scope.spawn(|| {
-                    // SAFETY: memory of ours that nobody uses.
+                    // SAFETY: the pages lie in this test's mapping, and no reference to them exists.
                     let _ = unsafe { pagefold_os::mem::advise(memory.addr(), PAGE, libc::MADV_DONTNEED) };
                 });
                 read = is_done.recv().ok();
@@ -566,7 +567,7 @@ mod tests {
         assert_eq!([0, 1].map(|number| client.table.state(page_at(number))), [DISCARDED; 2], "they would be put back");
         client.bring_moved(&mut service, &tier);
         assert!(!service.is_moving());
-        // There: so nobody gets another page there.
+        // A page is there, so no other can be mapped there.
         assert_eq!(client.uffd.zero(Range::pages_from(page_at(2), 1), 0).1, Some(Errno(libc::EEXIST)));
         assert_eq!(client.counters.lost.load(std::sync::atomic::Ordering::Relaxed), 1, "the one that is there is none");
         // SAFETY: mapped and there.
@@ -586,7 +587,7 @@ mod tests {
         let lost = std::thread::scope(|scope| {
             scope.spawn(|| {
                 let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-                // SAFETY: memory of ours that nobody uses.
+                // SAFETY: the pages lie in this test's mapping, and no reference to them exists.
                 unsafe { libc::syscall(libc::SYS_mremap, moved, PAGE, PAGE, fixed, target.addr()) }
             });
             let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];

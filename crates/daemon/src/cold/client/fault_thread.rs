@@ -36,7 +36,7 @@ impl Client {
                     revents: 0,
                 },
             ];
-            // No event comes for what moved: who moved it may have to run before it can be brought in.
+            // No event announces when a moved page can be brought in: the thread that moved it may have to run first.
             let waiting = {
                 let service = lock(&self.service);
                 !service.pending.is_empty()
@@ -93,11 +93,11 @@ impl Client {
                 group.ring();
             }
             if sum == 0 {
-                // The client keeps the pact, or has no memory: at its own cost.
+                // The client keeps the owner lock, or has no memory: it bears the delay itself.
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
-        // Nobody else may be there to see that it is over; who still needs it has it back at once.
+        // No other client may be left to end the wakefulness; a client that still needs it restores it with its next fault.
         group.awake.idle(u64::MAX);
     }
 
@@ -117,7 +117,7 @@ impl Client {
 
     /// Reads and serves what waits; returns how many faults and events that were, and the thread that faulted last.
     pub(crate) fn serve(&self, tier: &Tier, ahead: &mut Ahead) -> (usize, i32) {
-        // A mutex is not fair: who comes again and again gets it again and again.
+        // A mutex is not fair: a thread that locks it again and again starves the others.
         if self.waiting.load(Ordering::Relaxed) > 0 {
             let patience = sched::quick_monotonic_ns() + SPIN_NS;
             while self.waiting.load(Ordering::Relaxed) > 0 && sched::quick_monotonic_ns() < patience {
@@ -126,7 +126,7 @@ impl Client {
         }
         let mut service = lock(&self.service);
         let mut served = 0;
-        if !self.take_pact(200) {
+        if !self.take_owner_lock(200) {
             return (0, 0);
         }
         let got = self.read_events(&mut service, tier);
@@ -175,9 +175,9 @@ mod tests {
     use pagefold_os::PAGE_SIZE;
     use pagefold_tier::Effort;
 
-    /// The pump cannot help one that somebody parks: it is called once, and not at each try of the fault.
+    /// The evictor cannot help a client that is being parked: it is called once, and not at each try of the fault.
     #[test]
-    fn who_waits_for_room_calls_once() {
+    fn a_fault_that_waits_for_memory_calls_the_evictor_once() {
         let Some((mut client, memory)) = own(0, 1) else { return };
         let dir = tempfile::tempdir().unwrap();
         client.limits = limited(dir.path(), 999, 1000);
@@ -195,9 +195,9 @@ mod tests {
         assert_eq!(group.bell.load(Ordering::Relaxed), 1);
     }
 
-    /// A page that was moved while it was out, where who moved it had no processor when the event was read.
+    /// A page was moved while it was evicted, and the thread that moved it had no processor when the event was read.
     #[test]
-    fn what_was_moved_comes_in_without_another_event() {
+    fn a_moved_page_comes_in_without_another_event() {
         let Some((client, memory)) = own(0, 2) else { return };
         let dir = tempfile::tempdir().unwrap();
         let cold = Tiers::new(Config::default(), &dir.path().join("s"));

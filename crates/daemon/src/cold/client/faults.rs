@@ -1,7 +1,7 @@
 //! A fault is answered: by zeros where nothing ever was, else by the page that is out, and by its neighbours.
 //!
-//! Who waits gets its page at once; neighbours follow as far as the pattern of faults goes, half of a large window by
-//! the second hand (`hand`). While the program walks through them the thread loads what comes next (`Ahead`).
+//! The faulting thread gets its page first. Neighbours follow as far as the pattern of faults goes, half of a large window by the
+//! prefetcher. While the program walks through them the thread loads what comes next (`Ahead`).
 
 use super::{CLUSTER_PAGES, Client, PAGE, Pending, Served, Service};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range, fd};
@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 /// A window of so many pages or more is brought back by two hands: decompression is what takes the time.
 const SHARED_FROM: u64 = 16;
-/// Pages loaded ahead before the thread looks whether somebody waits.
+/// Pages loaded ahead before the thread looks for new faults.
 const AHEAD_AT_ONCE: usize = 8;
 
 /// What the client's thread has loaded ahead, while the program walks through what came last.
@@ -118,8 +118,8 @@ impl Client {
 
     /// How many of `want` pages may come back now.
     ///
-    /// Who holds up all that could go out until they are back would wait for itself: it gets them, and is told what room
-    /// there is.
+    /// A thread that pauses evictions until its pages are back would wait for itself: it gets them in any case. The agent is told how
+    /// much memory is left.
     pub(crate) fn grant(&self, want: u64) -> u64 {
         let granted = self.limits.grant(want);
         let head = self.table.head();
@@ -148,7 +148,7 @@ impl Client {
             _ => want,
         };
         let first = page / want * want;
-        // The page itself at once: who waits goes on while its neighbours come.
+        // The page itself first: the faulting thread goes on while its neighbours come.
         if let Err(error) = tier.load(self.region, page, &mut service.cluster[0]) {
             return self.lose(tier, addr, &error);
         }
@@ -178,7 +178,7 @@ impl Client {
                 at += len;
                 continue;
             }
-            // Entries of pages that are not out are nobody's. One that cannot be read waits for its own fault.
+            // Only evicted pages are loaded: other entries are stale. A page that cannot be read is left to its own fault.
             let mut len = 0;
             while at + len < end
                 && self.table.state((at + len) * PAGE) == EVICTED
@@ -198,7 +198,7 @@ impl Client {
         Served::Done
     }
 
-    /// Loads what the next fault will probably want, until somebody waits.
+    /// Loads what the next fault will probably want, until a fault comes.
     pub(crate) fn load_ahead(&self, tier: &Tier, ahead: &mut Ahead) {
         let wanted = std::mem::take(&mut ahead.wanted);
         if wanted.is_empty() {

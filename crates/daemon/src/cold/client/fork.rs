@@ -1,10 +1,11 @@
-//! Children by forks that nobody saw, and their children: they get their copies of what is out before they can miss them.
+//! Children of forks that their agent did not see, and their children: they get their copies of evicted pages before they can miss
+//! them.
 //!
 //! A child's descriptor is closed when it has them, which makes its memory the kernel's own and wakes it. It runs meanwhile:
 //! what it discards, moves and forks waits to be read here, and until it is the kernel takes nothing in.
 //!
-//! What is out stands in the parent's table, which nobody changes meanwhile. Of a child it is only kept where its memory is
-//! not its parent's any more.
+//! The parent's residency map tells which pages are evicted, and does not change meanwhile. Of a child only the places are kept where
+//! its memory differs from its parent's.
 
 use super::copy_in::is_passing;
 use super::{Client, LOST_MAX, PAGE, Service};
@@ -95,13 +96,14 @@ impl Places {
 }
 
 struct Child<'a> {
-    /// Before `uffd`: who lets go of the last end waits for whoever holds the child's memory, and the keeper is everybody's.
+    /// Before `uffd`: closing the last descriptor waits for every thread that holds the child's memory, and the keeper, which serves
+    /// all clients, must not be the one to wait.
     kept: Kept<'a>,
     uffd: Uffd,
     places: Places,
 }
 
-/// Who is given pages.
+/// A child and its descendants, which are given pages.
 struct Family<'a> {
     pending_children: &'a PendingChildren,
     children: Vec<Child<'a>>,
@@ -185,7 +187,7 @@ impl<'a> Family<'a> {
         }
     }
 
-    /// Leaves them to wait. Whose end is let go reads zeros, so all are held who live.
+    /// Leaves them to wait. A child without a descriptor would read zeros, so the descriptors of all that live are held.
     fn withhold(self) {
         let (children, kept): (Vec<_>, Vec<_>) =
             self.children.into_iter().map(|child| (child.uffd, child.kept)).unzip();
@@ -201,7 +203,7 @@ fn made(fd: i32) -> Uffd {
 }
 
 impl Client {
-    /// The program forked by a call that nobody saw.
+    /// The program forked by a call that its agent did not see.
     pub(crate) fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
         let Service { moving, cluster, .. } = service;
         let page = &mut cluster[0];
@@ -233,7 +235,7 @@ impl Client {
         });
         // Those that the parent still waits for after an mremap(2) are out as well, and nothing at their new place says so.
         moving.iter().for_each(|(to, from)| give(*to, *from));
-        // What the agent has in hand is not what is stored, or nobody knows yet: SIGBUS, also where the parent has it back.
+        // Pages that the agent has frozen may differ from what is stored, and it is not known yet: SIGBUS, also if the parent gets them back.
         let mut most = FETCH_PAGES_MAX as u64;
         self.table.for_each_run(0, u64::MAX >> 1, FROZEN, |start, end| {
             let end = end.min(start + most * PAGE);

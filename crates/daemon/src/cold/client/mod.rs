@@ -1,16 +1,16 @@
 //! A client of the cold tier, and how its faults are served.
 //!
 //! One thread per client waits for its userfaultfd, so that a client that
-//! faults in a storm takes its own share of the processor and nobody else's.
+//! faults in a storm takes its own share of the processor only.
 //! Everything that touches a page's state is done in one order, under the
-//! client's `service` lock and the pact (see `pagefold_protocol::residency_map`):
+//! client's `service` lock and the owner lock (see `pagefold_protocol::residency_map`):
 //!
 //! - a page comes back: copied in, then *resident* in the table, then its entry
 //!   is discarded;
 //! - a page that the program discarded: *resident* in the table before the next
 //!   event is read, then its entry is discarded;
 //! - only pages that are *out* have their entries discarded here, and only
-//!   pages that are *resident* are stored by the [pump](super::pump).
+//!   pages that are *resident* are stored by the [evictor](super::evict::evictor).
 //!
 //! So no entry is discarded that a page will be asked for.
 //!
@@ -51,7 +51,7 @@ pub(crate) const CLUSTER_PAGES: usize = 64;
 const LOST_MAX: u64 = 1 << 16;
 /// Pages that lie beside each other and are fresh zeros are made at once up to this many.
 const ZERO_PAGES_MAX: u64 = 256;
-/// Looks of who waits for a client's `service` before it sleeps: some hundred microseconds.
+/// Tries to lock a client's `service` before the thread sleeps: some hundred microseconds.
 const SERVICE_TRIES: u32 = 10_000;
 /// Buckets of the histogram of faults.
 pub const FAULT_BUCKETS: usize = 16;
@@ -72,7 +72,7 @@ pub(crate) struct Pending {
 pub(crate) struct Service {
     /// Faults that wait.
     pending: Vec<Pending>,
-    /// Who faulted last, by its own namespace's number.
+    /// The thread that faulted last, by its number in its own pid namespace.
     faulter: i32,
     /// Pages that moved while they were out: where they are now, and under which address the tier has them.
     moving: BTreeMap<u64, u64>,
@@ -93,8 +93,8 @@ impl Service {
         !self.moving.is_empty()
     }
 
-    /// The pages of `range` that are not to be stored, by their addresses: those whose entries are another page's still, and
-    /// those that are awaited.
+    /// Addresses of the pages of `range` that must not be stored: their entry is still that of a page that moved away, or they are
+    /// awaited.
     pub(crate) fn moving_in(&self, range: Range) -> HashSet<u64> {
         let entries = self.moving.values().copied().filter(|from| (range.start..range.end).contains(from));
         entries.chain(self.moving.range(range.start..range.end).map(|(to, _)| *to)).collect()
@@ -129,9 +129,9 @@ pub(crate) struct Client {
     pub pagemap: Fd,
     pub tolerance_ppm: AtomicU64,
     pub service: Mutex<Service>,
-    /// How many wait for `service` beside the client's own thread.
+    /// Threads that wait for `service` beside the client's own.
     waiting: AtomicU32,
-    /// The agent, if it is connected; held by whoever talks to it, and while pages go out or are brought back at once.
+    /// The agent, if it is connected; held by the thread that talks to it, and for as long as pages are evicted or unparked.
     /// The client's own thread never takes it: agents wait for that thread.
     pub link: Mutex<Option<AgentConnection>>,
     /// The socket of `link`, to notice its end.
@@ -139,27 +139,27 @@ pub(crate) struct Client {
     pub counters: Counters,
     /// Processor time of the agent before we heard from it.
     pub cpu_before_ns: OnceLock<u64>,
-    /// Nothing is to be done for it any more.
+    /// It has ended: nothing is done for it any more.
     pub gone: AtomicBool,
     /// It is merged live as well, and has its memory here until it is unparked.
     pub leased: AtomicBool,
     /// Memory of the client was refused by the kernel since the last look: its limit is reached.
     pub starved: AtomicBool,
-    /// It called the pump for room, which has not made any yet and looks again soon.
+    /// It called the evictor for memory, which has not freed any yet and looks again soon.
     pub called: AtomicBool,
-    /// What was moved comes in whether there is room or not: nobody could bring it later.
+    /// Moved pages come in whether there is memory or not: the daemon stops, and could not bring them later.
     pub moved_at_once: AtomicBool,
     pub eviction: Mutex<EvictionState>,
     pub limits: MemoryLimits,
-    /// Counts requests that pages be taken away, before each: what was loaded earlier may be old.
+    /// Counts requests to drop pages, before each: a page that was loaded earlier may be stale.
     pub leaving: AtomicU64,
-    /// The group's second hand.
+    /// The group's prefetcher.
     prefetcher: Arc<Prefetcher>,
-    /// Where children go that are not given their pages.
+    /// The children that are left without their pages.
     pending_children: Arc<PendingChildren>,
 }
 
-/// Who a client is.
+/// What identifies a client.
 #[derive(Clone, Copy)]
 pub(crate) struct Identity {
     /// Its number in the tier.
@@ -180,7 +180,7 @@ pub(crate) struct ClientDescriptors {
 /// What became of a fault.
 pub(crate) enum Served {
     Done,
-    /// The agent has the page in hand, and wakes whoever waits.
+    /// The agent has the page frozen, and wakes the threads that wait.
     Left,
     /// An event must be read first, or memory found.
     Again,
@@ -202,7 +202,7 @@ impl Client {
         // First: of a file that is none of memory its owner could have us wait for the rest.
         let seals = pagefold_os::memfd::seals(&table_fd)?;
         let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
-        // Of ordinary pages: huge ones may run out under whoever maps them, and that is SIGBUS.
+        // Of ordinary pages: huge ones may run out, and a thread that touches the mapping then gets SIGBUS.
         let small = pagefold_os::memfd::page_size(table_fd.raw())? == PAGE;
         if len < residency_map::FILE_BYTES as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 || !small {
             return Err(Errno(libc::EPROTO));
@@ -274,8 +274,8 @@ impl Client {
         crate::clients::agent_time::note_cpu_ns(&self.counters.agent_cpu_ns, self.pid, said.saturating_sub(before));
     }
 
-    /// Tries for about `us` microseconds to take the pact.
-    pub(crate) fn take_pact(&self, us: u64) -> bool {
+    /// Tries for about `us` microseconds to take the owner lock of the residency map.
+    pub(crate) fn take_owner_lock(&self, us: u64) -> bool {
         let end = sched::quick_monotonic_ns() + us * 1000;
         let mut turn = 0;
         loop {
@@ -290,7 +290,7 @@ impl Client {
         }
     }
 
-    /// Takes `service`, as somebody beside the client's own thread, which lets it go for moments only and is asked to wait.
+    /// Locks `service` beside the client's own thread, which unlocks it for moments only and is asked to wait.
     pub(crate) fn take_service(&self) -> MutexGuard<'_, Service> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let soon = (0..SERVICE_TRIES).find_map(|_| {
@@ -314,7 +314,7 @@ pub(crate) mod tests {
     use super::*;
     use pagefold_os::uffd;
 
-    /// A fork waits for everybody who wants to hear of this process's forks: one at a time.
+    /// A fork waits for every reader of this process's fork events: one at a time.
     pub(crate) static FORKING: Mutex<()> = Mutex::new(());
 
     /// What this process would hand over, and the table's mapping.

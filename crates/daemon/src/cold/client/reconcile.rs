@@ -1,4 +1,4 @@
-//! Books and world are made to agree, after another daemon's death or an agent's new greeting.
+//! Tier, residency map and memory are made to agree, after another daemon's death or an agent's new greeting.
 
 use super::events::AWAITED;
 use super::{Client, PAGE, Service};
@@ -16,14 +16,14 @@ const VOID_NS: u64 = 100_000_000;
 impl Client {
     /// Makes books and world agree after another daemon's death or an agent's new greeting: what that one began is void.
     ///
-    /// Entries of pages that are not out are discarded; pages that are out and here are here; everybody who waits for an
-    /// event that died with its reader faults again.
+    /// Entries of pages that are not evicted are discarded. Pages that are marked evicted and are present become resident. Every thread
+    /// that waits for an event that died with its reader faults again.
     pub(crate) fn reconcile(&self, tier: &Tier) -> bool {
         let mut service = lock(&self.service);
         // A dead daemon may have held it. An agent that holds it will give it back soon.
         let head = self.table.head();
         let _ = head.owner.compare_exchange(OWNER_DAEMON, 0, Ordering::AcqRel, Ordering::Relaxed);
-        if !self.take_pact(2_000_000) {
+        if !self.take_owner_lock(2_000_000) {
             return false;
         }
         head.epoch.fetch_add(1, Ordering::SeqCst);
@@ -32,7 +32,7 @@ impl Client {
         self.finish_move(&mut service, tier);
         let patience = sched::quick_monotonic_ns() + VOID_NS;
         loop {
-            // Who discards waits for that.
+            // A discarding thread waits until its event is read.
             self.read_events(&mut service, tier);
             let is_late = sched::quick_monotonic_ns() > patience;
             if self.obey_void(&mut service, tier, is_late) || is_late {
@@ -105,7 +105,7 @@ impl Client {
         });
     }
 
-    /// Wakes everybody who waits in memory of ours; who must go on waiting faults again.
+    /// Wakes every thread that waits in registered memory; a thread that must go on waiting faults again.
     fn wake_all(&self) {
         self.table.for_each_chunk(|base, _| {
             let _ = self.uffd.wake(Range { start: base, end: base + residency_map::CHUNK_BYTES });
@@ -138,7 +138,7 @@ mod tests {
         client.table.head().set_discarding(both, false);
         std::thread::scope(|scope| {
             let fails = scope.spawn(|| {
-                // SAFETY: memory of ours that nobody uses.
+                // SAFETY: the page lies in this test's mapping, and no reference to it exists.
                 let _ = unsafe { pagefold_os::mem::advise(pages[0], PAGE, libc::MADV_DONTNEED) };
                 client.table.head().set_discarding(Range { start: 0, end: 0 }, false);
             });

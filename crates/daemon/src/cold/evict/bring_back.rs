@@ -52,7 +52,7 @@ pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         let mut again = false;
         {
             let service = client.take_service();
-            if !client.take_pact(2000) {
+            if !client.take_owner_lock(2000) {
                 refused += 1;
                 if refused > 1000 {
                     break;

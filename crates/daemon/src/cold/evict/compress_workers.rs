@@ -1,8 +1,8 @@
-//! The copied batches are stored a few pages at a time, in order, by threads that live as long as a client's pages go out,
-//! and by the one that talks to the agent whenever the agent has done all that there is to do.
+//! Copied batches are stored a few pages at a time, in order: by workers that live as long as an eviction, and by the thread that
+//! talks to the agent, whenever the agent has nothing left to do.
 //!
-//! Whoever is free takes what comes next, so nobody waits for who shares a processor with others. Agent and talker never
-//! work at the same moment: together with a thread for each other processor they fill all, and none has two.
+//! A free thread takes the next pages, so no thread waits for another that shares its processor with other work. The agent and the
+//! thread that talks to it never work at the same moment: with a worker for each other processor every processor has one thread.
 
 use super::batch::Copied;
 use pagefold_os::sync::lock;
@@ -15,10 +15,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{Builder, Scope};
 
-/// Threads at most: the agent copies no faster than some can store.
+/// Most workers: the agent copies no faster than so many store.
 const STORERS_MAX: usize = 8;
 
-/// Pages that a storer takes at once; a multiple of those whose words lie together in the tier.
+/// Pages that a worker takes at a time: a multiple of the number with words that lie together in the tier.
 const TOGETHER: usize = 16;
 
 /// Copied pages that are being stored.
@@ -48,11 +48,11 @@ struct Job {
 struct Queue {
     /// Batches of which pages wait, and the first of those.
     batches: VecDeque<(Arc<Batch>, usize)>,
-    /// Nothing comes any more, or a storer is gone.
+    /// No more pages come, or a worker is gone.
     is_over: bool,
 }
 
-/// What transfer and workers share.
+/// What the transfer and its workers share.
 #[derive(Default)]
 struct Shared {
     queue: Mutex<Queue>,
@@ -95,7 +95,7 @@ impl Shared {
     }
 }
 
-/// Ends the work of all when its thread panics: nobody shall wait for it.
+/// Ends the work of all threads when its own thread panics: none must wait for it.
 struct Watch<'a>(&'a Shared);
 
 impl Drop for Watch<'_> {
@@ -128,7 +128,7 @@ impl Target<'_> {
             stored.store(self.store(one, buffer, batch.effort), Ordering::Relaxed);
         }
         if batch.left.fetch_sub(len, Ordering::AcqRel) == len {
-            // With the lock, so that who just looked sleeps and is woken.
+            // Under the lock: a thread that has just looked is asleep by now, and is woken.
             drop(lock(&shared.queue));
             shared.done.notify_one();
         }
@@ -143,7 +143,7 @@ pub(crate) struct CompressWorkers<'a> {
 }
 
 impl<'a> CompressWorkers<'a> {
-    /// Starts one for each processor but the caller's, or as many as there are to be had.
+    /// Starts a worker for each processor but the caller's, or as many as the kernel grants.
     pub(crate) fn start<'scope>(scope: &'scope Scope<'scope, '_>, target: Target<'a>) -> CompressWorkers<'a>
     where
         'a: 'scope,
@@ -158,7 +158,7 @@ impl<'a> CompressWorkers<'a> {
         CompressWorkers { shared, target, buffer: Box::new([0; PAGE_SIZE]) }
     }
 
-    /// Has copied pages stored, behind all others.
+    /// Queues copied pages to be stored.
     pub(crate) fn store(&self, pages: Vec<Copied>, effort: Effort) -> Arc<Batch> {
         let stored = pages.iter().map(|_| AtomicBool::new(false)).collect();
         let batch = Arc::new(Batch { left: AtomicUsize::new(pages.len()), pages, effort, stored });
@@ -173,7 +173,7 @@ impl<'a> CompressWorkers<'a> {
     pub(crate) fn finish(&mut self, batch: Arc<Batch>) -> Vec<Copied> {
         let mut queue = lock(&self.shared.queue);
         while batch.left.load(Ordering::Acquire) > 0 {
-            assert!(!queue.is_over, "a storer ended before us");
+            assert!(!queue.is_over, "a worker ended before its time");
             if let Some(job) = queue.take() {
                 drop(queue);
                 self.target.perform(&self.shared, job, &mut self.buffer);

@@ -8,7 +8,7 @@ use pagefold_os::{Range, pagemap};
 use pagefold_tier::{Effort, Tier};
 use std::collections::VecDeque;
 
-/// Calls `f` with the parts of `range` whose pages match `query`.
+/// Calls `f` with the parts of `range` that match `query`.
 pub(crate) fn scan(
     client: &Client,
     range: Range,
@@ -40,17 +40,17 @@ pub(crate) fn resident() -> pagemap::Query {
     }
 }
 
-/// Resident pages of some ranges, found when they are asked for: who puts them out need not wait for the last.
+/// Resident pages of some ranges. They are found as they are asked for: the eviction of the first need not wait for the last.
 struct Found<'a> {
     client: &'a Client,
     parts: std::vec::IntoIter<Run>,
-    /// What is left of a part, and the managed range around it.
+    /// The rest of a part, and the managed range around it.
     rest: Run,
     found: VecDeque<Run>,
     is_gone: bool,
 }
 
-/// Addresses that are looked at at once.
+/// Bytes of addresses that are scanned at a time.
 const LOOK_BYTES: u64 = 16 << 20;
 
 impl<'a> Found<'a> {
@@ -82,7 +82,7 @@ impl Iterator for Found<'_> {
     }
 }
 
-/// Puts out what is resident in `parts`.
+/// Evicts the resident pages of `parts`.
 pub(crate) fn evict_resident(
     client: &Client,
     link: &mut AgentConnection,

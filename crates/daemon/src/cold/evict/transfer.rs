@@ -1,8 +1,8 @@
-//! Pages go out: copied, stored, taken away.
+//! The transfer of pages to the tier: copied, stored, dropped.
 //!
-//! Three steps for each batch: the agent copies its pages, the tier stores the copies, the agent takes away what still
-//! equals its copy. Several batches are on their way, each in a part of the channel of its own: while some are stored the
-//! agent takes away those before and copies those behind.
+//! Each batch takes three steps: the agent copies its pages, the tier stores the copies, and the agent drops the pages that still
+//! equal their copies. Several batches are on their way, each in its own part of the channel: while some are stored the agent drops
+//! earlier ones and copies later ones.
 
 use super::batch::{Copied, Run};
 use super::compress_workers::{CompressWorkers, Target};
@@ -19,16 +19,16 @@ use std::iter::Peekable;
 use std::sync::atomic::Ordering;
 
 const PAGE: u64 = PAGE_SIZE as u64;
-/// Batches of which nothing goes before a tier that takes no more is believed.
+/// So many batches without an evicted page mean that a full tier takes no more.
 const BARREN_MAX: u32 = 4;
 
-/// Batches that may be on their way, each in a part of the channel of its own.
+/// Batches that may be on their way, each in its own part of the channel.
 const BATCHES: usize = 4;
 /// Most pages of a batch.
 const BATCH_PAGES: usize = FETCH_PAGES_MAX / BATCHES;
-/// Most pages that are stored between two looks at the daemon's own room.
+/// Most pages that are stored between two looks at the daemon's own memory limit.
 const ROOM_PAGES: u64 = 2048;
-/// Bytes of that which are left to who makes dense what is stored.
+/// Bytes of that which are left to the cleaner, which recompresses what is stored.
 const ROOM_KEPT: u64 = 16 << 20;
 
 /// Cuts runs into batches.
@@ -75,7 +75,7 @@ impl<I: Iterator<Item = Run>> Iterator for Batches<I> {
 #[derive(Default)]
 struct Taken {
     gone: u64,
-    /// Shared by a fork until a moment ago, perhaps: worth another attempt.
+    /// Perhaps shared by a fork until a moment ago: worth another attempt.
     busy: Vec<Run>,
 }
 
@@ -84,12 +84,12 @@ struct Transfer<'a> {
     link: &'a mut AgentConnection,
     tier: &'a Tier,
     crowded: Effort,
-    /// Pages that may be stored before the next look at the room that there is.
-    room: u64,
+    /// Pages that may be stored before the next look at the daemon's memory limit.
+    pages_left: u64,
 }
 
-/// Puts runs out, by LZ4, or with the effort `crowded` where the tier has not much room left; returns how many pages
-/// went. Ends early when the tier takes no more.
+/// Evicts runs, by LZ4, or with the effort `crowded` where the tier is nearly full; returns how many pages were evicted. Ends early
+/// when the tier takes no more.
 pub(crate) fn put_all(
     client: &Client,
     link: &mut AgentConnection,
@@ -97,7 +97,7 @@ pub(crate) fn put_all(
     runs: impl IntoIterator<Item = Run>,
     crowded: Effort,
 ) -> Result<u64, Gone> {
-    let mut transfer = Transfer { client, link, tier, crowded, room: 0 };
+    let mut transfer = Transfer { client, link, tier, crowded, pages_left: 0 };
     let first = transfer.put_out(runs.into_iter())?;
     // What is pinned will say so again.
     let again = if first.busy.is_empty() { Taken::default() } else { transfer.put_out(first.busy.into_iter())? };
@@ -120,16 +120,16 @@ impl Transfer<'_> {
         std::thread::scope(|scope| self.put_out_by(&mut CompressWorkers::start(scope, target), batches, copied))
     }
 
-    /// True if there is room for a batch: at a limit of its own control group the kernel would end the daemon.
+    /// True if there is memory for a batch: at a limit of its own control group the kernel would kill the daemon.
     fn has_room(&mut self) -> bool {
         const BATCH: u64 = BATCH_PAGES as u64;
-        if self.room < BATCH {
+        if self.pages_left < BATCH {
             // The nearer the limit, the sooner the next look: there are other clients.
             let free = memory_limits::own().free_apart(&self.client.limits).saturating_sub(ROOM_KEPT);
-            self.room = (free / PAGE / 4).min(ROOM_PAGES);
+            self.pages_left = (free / PAGE / 4).min(ROOM_PAGES);
         }
-        let has = self.room >= BATCH;
-        self.room = self.room.saturating_sub(BATCH);
+        let has = self.pages_left >= BATCH;
+        self.pages_left = self.pages_left.saturating_sub(BATCH);
         has
     }
 
@@ -197,11 +197,12 @@ impl Transfer<'_> {
         Ok(copied.map(|(((addr, around), _), place)| Copied { page: addr / PAGE, place, around }).collect())
     }
 
-    /// The parts of `runs` that are nobody's business at this moment: not out, no entry being discarded, nothing moved from
-    /// or to there and not brought in yet. The rest may go: it may be the room that is needed for that.
+    /// The parts of `runs` that may be evicted now: resident, without an entry that is being discarded, and without a page that
+    /// moved from or to there and is not brought in yet. Those are left out page by page, since their return may need the memory
+    /// that the rest frees.
     fn resident(&self, runs: &[Run]) -> Vec<Run> {
         let mut wanted: Vec<Run> = Vec::with_capacity(runs.len());
-        // To the end: who brings a page back calls it resident first, and discards its entry before letting go of this.
+        // Held to the end: a thread that brings a page back marks it resident first, and discards its entry before it unlocks this.
         let service = lock(&self.client.service);
         let (start, end) = (runs.iter().map(|(run, _)| run.start).min(), runs.iter().map(|(run, _)| run.end).max());
         let moving = service.moving_in(Range { start: start.unwrap_or(0), end: end.unwrap_or(0) });
@@ -248,7 +249,7 @@ impl Transfer<'_> {
         if entries.is_empty() {
             return Ok(());
         }
-        // If the agent is gone now we do not know what it did: the entries stay until books and world are reconciled.
+        // If the agent is gone now, what it did is unknown: the entries stay until tier and client are reconciled.
         let client = self.client;
         client.leaving.fetch_add(1, Ordering::SeqCst);
         let busy = self.link.drop_pages(&entries)?;
@@ -284,7 +285,7 @@ mod tests {
     use std::sync::Arc;
 
     fn transfer<'a>(client: &'a Client, link: &'a mut AgentConnection, tier: &'a Tier) -> Transfer<'a> {
-        Transfer { client, link, tier, crowded: Effort::Fast, room: 0 }
+        Transfer { client, link, tier, crowded: Effort::Fast, pages_left: 0 }
     }
 
     #[test]
@@ -311,7 +312,7 @@ mod tests {
     /// A page that mremap(2) takes elsewhere after the agent let go of it, and before we look, is needed where it is now; one
     /// that came back meanwhile is not.
     #[test]
-    fn a_page_that_is_moved_while_it_goes_out_is_kept() {
+    fn a_page_that_is_moved_while_it_is_evicted_is_kept() {
         use crate::cold::client::tests;
         let Some((client, memory)) = tests::own(0, 4) else { return };
         let tier =
@@ -351,9 +352,9 @@ mod tests {
         assert!(*came == content(1) && tier.stats().pages == 0);
     }
 
-    /// Where memory is short what was moved waits until something else went out.
+    /// Where memory is short a moved page waits until other pages were evicted.
     #[test]
-    fn what_is_on_the_move_keeps_nothing_else() {
+    fn moving_pages_do_not_keep_others_from_eviction() {
         use crate::cold::client::tests;
         let Some((client, _memory)) = tests::own(0, 1) else { return };
         let tier =
@@ -375,7 +376,7 @@ mod tests {
         assert!(transfer.resident(&[]).is_empty());
     }
 
-    /// A page that has just come back, and whose entry is not discarded yet: one that is stored now would be discarded for it.
+    /// A page has just come back, and its entry is not discarded yet: if it were stored now, that discard would hit the new entry.
     #[test]
     fn a_page_that_comes_back_is_stored_when_its_entry_is_gone() {
         use crate::cold::client::tests;
@@ -420,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn storers_say_of_each_page_whether_it_was_stored() {
+    fn workers_tell_of_each_page_whether_it_was_stored() {
         let tier =
             Tier::create(pagefold_tier::Config { bytes_max: 8 << 20, ..Default::default() }, None).expect("memory");
         let around = Range { start: 0, end: 1 << 40 };

@@ -1,6 +1,6 @@
-//! Adoption: a daemon takes over what one that was killed left with the keeper, before anybody is let in.
+//! Adoption: a daemon takes over what a killed daemon left with the keeper, before it accepts connections.
 //!
-//! What it cannot learn or fetch it does not drop: it asks for a while, and then does not start. What nobody can ever take
+//! It drops nothing that it cannot list or fetch now: it retries for a while, and then does not start. What no daemon can ever take
 //! over is forgotten. Clients are reconciled with the tier before they are served.
 
 use super::keeper::ensure_keeper;
@@ -21,10 +21,10 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Clients that are settled at once when a tier is adopted.
+/// Clients that are reconciled at the same time when a tier is adopted.
 const ADOPTED_AT_ONCE: usize = 64;
 
-/// Takes over what a predecessor left with the keeper, before anybody is let in.
+/// Takes over what a predecessor left with the keeper, before the daemon accepts connections.
 ///
 /// # Errors
 /// The keeper cannot tell or give all that it holds, or it cannot be served: the pages of those that are left out would
@@ -36,7 +36,7 @@ pub(crate) fn adopt(tiers: &Tiers) -> io::Result<()> {
     let end = Instant::now() + tiers.keeper_timeout;
     refill_keeper(tiers, end)?;
     let Some((keeper, names)) = held(tiers, end)? else { return Ok(()) };
-    // For children of forks that are heard of while their parents are settled.
+    // For children of forks that show while their parents are reconciled.
     {
         let mut other = lock(&tiers.keeper);
         *other = other.take().or_else(|| Keeper::connect(&tiers.keeper_path).ok());
@@ -44,7 +44,7 @@ pub(crate) fn adopt(tiers: &Tiers) -> io::Result<()> {
     for name in names.iter().filter(|name| name.starts_with(ARENA)) {
         match adopt_arena(tiers, &keeper, name, &names, end) {
             Ok(()) => {}
-            // Nobody ever can.
+            // No daemon ever can.
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 eprintln!("pagefold: {name} was left by an earlier daemon and cannot be taken over: {error}");
                 forget(&keeper, name);
@@ -52,7 +52,7 @@ pub(crate) fn adopt(tiers: &Tiers) -> io::Result<()> {
             Err(error) => return Err(refusal(tiers, &format!("{name} cannot be taken over"), &error)),
         }
     }
-    // Nobody will come for the rest: an arena that is no arena, a client of one.
+    // No client will come for the rest: clients of arenas that were not valid.
     let groups = tiers.all_groups();
     for name in names.iter().filter(|name| name.starts_with(CLIENT)) {
         let mut words = name.split(':').skip(1);
@@ -180,11 +180,11 @@ fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end
         }
     }
     if found.is_empty() {
-        // Nobody is left who has anything here; another of that name may be.
+        // No client is left with pages in this tier. Another tier may have the same domain.
         forget(keeper, name);
         return Ok(());
     }
-    // Many at once: one that keeps its pact, or claims much, must not let the others wait in line.
+    // Many at the same time: a client that keeps its owner lock, or claims many pages, must not delay the others.
     for some in found.chunks(ADOPTED_AT_ONCE) {
         thread::scope(|scope| {
             for client in some {
@@ -290,7 +290,7 @@ mod tests {
         assert_eq!(asked.iter().filter(|question| question[0] == b'S').count(), 1);
     }
 
-    /// Whoever comes after one that dies while it settles the parent has it.
+    /// A daemon that dies while it settles the parent leaves the child to its successor.
     #[test]
     fn the_keeper_has_a_child_of_a_fork_that_a_successor_hears_of() {
         let _alone = lock(&client::tests::FORKING);
