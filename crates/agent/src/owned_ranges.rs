@@ -48,7 +48,7 @@ static RANGES: [AtomicU64; COUNT] = [const { AtomicU64::new(0) }; COUNT];
 
 /// Registers `range` in the place of the range before; an empty range if the memory is gone.
 pub(crate) fn register(owned: Owned, range: Range) {
-    let word = if range.is_empty() { 0 } else { range.start / PAGE << PAGES_BITS | range.pages() };
+    let word = if range.is_empty() { 0 } else { ((range.start / PAGE) << PAGES_BITS) | range.pages() };
     RANGES[owned as usize].store(word, Ordering::Release);
 }
 

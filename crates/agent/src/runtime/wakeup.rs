@@ -65,12 +65,13 @@ impl Wakeup {
     #[cfg(any(feature = "preload", test))]
     pub(crate) fn wake(&self) {
         let page = owned_ranges::range_of(self.owned);
+        if page.is_empty() {
+            return;
+        }
         // A program that changes the rights of all its mappings changes those of this page, too.
         // SAFETY: changes no bytes.
-        if !page.is_empty()
-            && unsafe { mem::protect(page.start, page.len(), libc::PROT_READ | libc::PROT_WRITE) }.is_ok()
-        {
-            // SAFETY: the page is there, and ours.
+        if unsafe { mem::protect(page.start, page.len(), libc::PROT_READ | libc::PROT_WRITE) }.is_ok() {
+            // SAFETY: the page is mapped, readable and the agent's.
             unsafe { core::ptr::read_volatile(page.start as *const u8) };
         }
     }
