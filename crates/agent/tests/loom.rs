@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// What the mapping lock protects; loom objects if two touch it at once, or if one does not see what the other did.
 struct Protected {
-    guard: MappingLock,
+    mapping_lock: MappingLock,
     changes: UnsafeCell<u32>,
 }
 
@@ -36,17 +36,17 @@ fn program_and_agent_exclude_each_other() {
         let agent = {
             let shared = shared.clone();
             thread::spawn(move || {
-                let held = shared.guard.lock_serving(1, || {});
+                let held = shared.mapping_lock.lock_serving(1, || {});
                 shared.change();
                 drop(held);
             })
         };
         {
-            let _held = shared.guard.lock(2);
+            let _held = shared.mapping_lock.lock(2);
             shared.change();
         }
         agent.join().unwrap();
-        let _held = shared.guard.lock(2);
+        let _held = shared.mapping_lock.lock(2);
         // SAFETY: the mapping lock is held.
         assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 2);
     });
@@ -61,20 +61,20 @@ fn the_owner_passes_and_others_wait_for_the_outer_frame() {
         let other = {
             let shared = shared.clone();
             thread::spawn(move || {
-                if let Some(_held) = shared.guard.try_lock(3) {
+                if let Some(_held) = shared.mapping_lock.try_lock(3) {
                     shared.change();
                 }
             })
         };
         {
-            let _outer = shared.guard.lock(2);
+            let _outer = shared.mapping_lock.lock(2);
             shared.change();
-            drop(shared.guard.lock(2));
-            assert!(shared.guard.try_lock(2).is_some(), "the owner always passes");
+            drop(shared.mapping_lock.lock(2));
+            assert!(shared.mapping_lock.try_lock(2).is_some(), "the owner always passes");
             shared.change();
         }
         other.join().unwrap();
-        assert!(shared.guard.try_lock(4).is_some(), "it is free in the end");
+        assert!(shared.mapping_lock.try_lock(4).is_some(), "it is free in the end");
     });
 }
 
@@ -83,18 +83,18 @@ fn the_owner_passes_and_others_wait_for_the_outer_frame() {
 fn a_forgotten_guard_is_freed_by_its_owner_only() {
     loom::model(|| {
         let shared = protected();
-        std::mem::forget(shared.guard.lock(2));
+        std::mem::forget(shared.mapping_lock.lock(2));
         let other = {
             let shared = shared.clone();
             thread::spawn(move || {
                 // Not the owner: nothing happens.
-                shared.guard.unlock_forgotten(3);
-                let _held = shared.guard.lock(3);
+                shared.mapping_lock.unlock_forgotten(3);
+                let _held = shared.mapping_lock.lock(3);
                 shared.change();
             })
         };
         shared.change();
-        shared.guard.unlock_forgotten(2);
+        shared.mapping_lock.unlock_forgotten(2);
         other.join().unwrap();
         // SAFETY: the other thread has ended.
         assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 2);
@@ -109,20 +109,20 @@ fn a_forgotten_guard_of_an_inner_frame_leaves_the_outer_one() {
         let other = {
             let shared = shared.clone();
             thread::spawn(move || {
-                let _held = shared.guard.lock(3);
+                let _held = shared.mapping_lock.lock(3);
                 shared.change();
             })
         };
         {
-            let outer = shared.guard.lock(2);
+            let outer = shared.mapping_lock.lock(2);
             shared.change();
-            std::mem::forget(shared.guard.lock(2));
-            shared.guard.unlock_forgotten(2);
+            std::mem::forget(shared.mapping_lock.lock(2));
+            shared.mapping_lock.unlock_forgotten(2);
             shared.change();
             assert!(!outer.is_nested());
         }
         other.join().unwrap();
-        let _held = shared.guard.lock(2);
+        let _held = shared.mapping_lock.lock(2);
         // SAFETY: the mapping lock is held.
         assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 3);
     });
