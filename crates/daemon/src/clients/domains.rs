@@ -8,7 +8,7 @@
 use crate::clients::connection::Connection;
 use crate::clients::merge_client::{MergeClient, Shared};
 use crate::config::Config;
-use crate::domain_key::DomainKey;
+use crate::domain_key::{DOMAIN_IDLE, DomainKey};
 use crate::memory_limits;
 use crate::status::Totals;
 use pagefold_merge::{ClientId, Domain, domain};
@@ -23,8 +23,6 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a domain without clients is kept: its index of page contents serves the clients that come next.
-pub(crate) const DOMAIN_IDLE: Duration = Duration::from_secs(60);
 /// Longest sleep of a worker that finds nothing to do.
 const NAP: Duration = Duration::from_secs(1);
 /// Processors, by number, among which a worker looks for one without another worker.

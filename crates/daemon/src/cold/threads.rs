@@ -5,7 +5,7 @@ use super::evict::evictor;
 use super::group::Group;
 use super::groups::Groups;
 use super::prefetcher::Job;
-use crate::clients::domains::DOMAIN_IDLE;
+use crate::domain_key::DOMAIN_IDLE;
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::sync::lock;
 use pagefold_os::wait;
