@@ -78,7 +78,7 @@ static void own_userfaultfd(void) {
         pthread_join(thread, NULL);
         close(tracker.fd);
         check(&r, "no longer tracked");
-        wait_merged(&r, 750);
+        wait_merged(&r, half + half / 2 + 1);
         CHECK(pool_pages(r.at, half * PAGE) > half / 2, "formerly tracked pages are not merged again");
     }
 }
