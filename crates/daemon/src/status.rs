@@ -1,7 +1,9 @@
 //! The daemon's status: one structure for `status`, `top`, JSON and metrics.
 
 use pagefold_merge::stats::{ClientStats, DomainStats};
+use pagefold_protocol::channel::Counters;
 use serde::{Deserialize, Serialize};
+use std::sync::atomic::Ordering;
 
 /// Sums over all domains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -68,6 +70,15 @@ pub struct Client {
     /// Freezes by duration: entry `i` counts those below [`wait_histogram::bucket_end`](pagefold_protocol::wait_histogram::bucket_end)`(i)`
     /// microseconds that no earlier entry counts, four entries to an octave.
     pub freeze_us: Vec<u64>,
+}
+
+impl Client {
+    /// Takes over what the client's agent counts in the channel. A new counter of the agent needs a field here, and this line.
+    pub(crate) fn read_counters(&mut self, counters: &Counters) {
+        self.freezes = counters.freezes.load(Ordering::Relaxed);
+        self.freeze_ns_max = counters.freeze_ns_max.load(Ordering::Relaxed);
+        self.freeze_us = counters.freeze_us.iter().map(|count| count.load(Ordering::Relaxed)).collect();
+    }
 }
 
 /// A process that asked to be managed and could not be.

@@ -34,19 +34,18 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
     let clients: Vec<Client> = connected
         .iter()
         .map(|client| {
-            let counters = client.shared.counters();
             agents_cpu_ns += client.shared.cpu_ns();
             let of_domain = stats.iter_mut().find(|(key, _)| *key == client.key);
-            Client {
+            let mut client_status = Client {
                 pid: client.shared.pid,
                 uid: client.shared.uid,
                 name: client.shared.name.clone(),
                 domain: client.key.1.clone(),
                 stats: of_domain.and_then(|(_, domain)| domain.clients.get(&client.id).cloned()).unwrap_or_default(),
-                freezes: counters.freezes.load(Ordering::Relaxed),
-                freeze_ns_max: counters.freeze_ns_max.load(Ordering::Relaxed),
-                freeze_us: counters.freeze_us.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
-            }
+                ..Client::default()
+            };
+            client_status.read_counters(client.shared.counters());
+            client_status
         })
         .collect();
     drop(connected);
@@ -111,7 +110,6 @@ mod tests {
         let me = std::process::id() as i32;
         for _ in 0..3 {
             let client = connected(me);
-            let counters = client.shared.counters();
             counters.cpu_ns.store(u64::MAX, Ordering::Relaxed);
             counters.freeze_us.iter().for_each(|count| count.store(u64::MAX, Ordering::Relaxed));
             lock(&daemon.live.connected).push(client);
