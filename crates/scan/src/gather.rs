@@ -320,10 +320,10 @@ fn work(
     loop {
         let task = {
             // Both locks: the watchdog must not see a task without a worker.
-            let mut queue = lock(&queue);
+            let mut queue = lock(queue);
             let task = queue.pop_front();
             beat.fetch_add(1, Ordering::Relaxed);
-            *lock(&state) = task;
+            *lock(state) = task;
             task
         };
         let Some(task) = task else { return };
@@ -339,7 +339,7 @@ fn work(
                 Outcome::Read { index, pages }
             }
         };
-        *lock(&state) = None;
+        *lock(state) = None;
         if sender.send(Message { worker: id, source: task.source(), outcome }).is_err() {
             return;
         }

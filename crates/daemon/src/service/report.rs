@@ -110,6 +110,7 @@ mod tests {
         let me = std::process::id() as i32;
         for _ in 0..3 {
             let client = connected(me);
+            let counters = client.shared.counters();
             counters.cpu_ns.store(u64::MAX, Ordering::Relaxed);
             counters.freeze_us.iter().for_each(|count| count.store(u64::MAX, Ordering::Relaxed));
             lock(&daemon.live.connected).push(client);
