@@ -223,7 +223,7 @@ fn files(named: Option<PathBuf>) -> Result<Vec<PathBuf>, Error> {
             Ok(found) if path != Path::new(SYSTEM) => {
                 // SAFETY: returns a number.
                 let me = unsafe { libc::geteuid() };
-                // `sudo` may keep HOME: then the file is somebody's who must not say what root does.
+                // `sudo` may keep HOME: then the file belongs to a user that must not configure what root does.
                 if found.uid() != me && found.uid() != 0 {
                     return Err(format!(
                         "{}: belongs to user {}, not to you; name it by --config, or use --config none",
@@ -237,7 +237,7 @@ fn files(named: Option<PathBuf>) -> Result<Vec<PathBuf>, Error> {
             Ok(_) => files.push(path),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {}
-            // A service whose user's home is hidden from it, or a home that was inherited.
+            // The home of a service's user is hidden from it, or HOME was inherited.
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied && path != Path::new(SYSTEM) => {}
             Err(error) => return Err(format!("{}: cannot read: {error}", path.display()).into()),
         }

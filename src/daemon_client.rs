@@ -158,7 +158,7 @@ pub fn environment(
     if agent.contains([' ', ':']) {
         return Err(format!("{agent}: the loader takes no path with a space or colon; set PAGEFOLD_RUNTIME_DIR").into());
     }
-    // Another name would be a daemon's that nobody starts.
+    // A lossy name would be another socket, on which no daemon listens.
     let socket = text(socket).map_err(|error| format!("{error}; --socket names another"))?;
     let others = std::env::var("LD_PRELOAD").unwrap_or_default();
     let mut preload = agent;
@@ -191,14 +191,14 @@ pub fn environment(
     Ok(pairs)
 }
 
-/// The user whose daemon listens at `socket`, if that is neither this one nor root: it may not look into our programs.
+/// The owner of `socket`, if it is neither this user nor root: that user's daemon may not read this user's programs.
 pub fn stranger(socket: &Path) -> Option<u32> {
     // SAFETY: returns a number.
     let uid = unsafe { libc::geteuid() };
     fs::metadata(socket).ok().map(|found| found.uid()).filter(|owner| *owner != uid && *owner != 0)
 }
 
-/// Largest memory of a domain's cold tier, in bytes, where nobody says otherwise.
+/// Default memory limit of a domain's cold tier, in bytes.
 pub fn tier_max_auto() -> u64 {
     pagefold_os::procfs::available_and_total().1 / 4
 }
@@ -207,7 +207,7 @@ pub fn tier_max_auto() -> u64 {
 ///
 /// Started for a program that asks for a larger tier than a daemon would give, it allows that.
 pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> {
-    // One that takes over what another had in the cold tier answers nobody before that is done.
+    // A daemon that takes over a cold tier answers no request before that is done.
     match control::ask_within(socket, &Request::Status {}, DAEMON_START_MAX) {
         Ok(_) => return Ok(()),
         // It is there, and no other gets its place.
@@ -274,7 +274,7 @@ pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> 
             None => {}
             Some(word) => {
                 ended = true;
-                // Another has won the race for the socket, and that is as good. Else nobody comes: it is asked once more.
+                // Another daemon has won the race for the socket, which is as good. Otherwise none will come: ask once more.
                 let patience = if word == GAVE_WAY { OTHERS_START_MAX } else { Duration::ZERO };
                 end = end.min(Instant::now() + patience);
             }
@@ -302,7 +302,7 @@ pub fn create_log(path: &Path) -> io::Result<fs::File> {
 /// What a daemon that was started for a command says when another has its socket.
 const GAVE_WAY: &[u8] = b"another";
 
-/// Tells whoever started this daemon that another has its socket; nobody, if its input is no socket.
+/// Tells the process that started this daemon that another one has its socket. Does nothing if stdin is not a socket.
 pub fn tell_gave_way() {
     // SAFETY: the bytes outlive the call.
     let _ = unsafe { libc::send(0, GAVE_WAY.as_ptr().cast(), GAVE_WAY.len(), libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) };
@@ -363,7 +363,7 @@ pub fn ask_and_watch(
     how_far: impl Fn(&Status, &Status) -> (u64, u64),
 ) -> Result<Answer, Error> {
     let mut progress = Progress::new(what);
-    // Nobody looks: then the daemon need not be asked how far it is.
+    // Without a terminal the daemon need not be asked for progress.
     if !progress.is_shown() {
         return ask(socket, request);
     }

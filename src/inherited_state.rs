@@ -1,7 +1,7 @@
-//! How this process began, for what it becomes to begin so, too.
+//! The state that this process inherited, which it passes on to the program it becomes.
 //!
-//! Before `main` Rust's runtime has SIGPIPE ignored and opens /dev/null where a standard descriptor is closed; what a `Command`
-//! becomes gets the default for SIGPIPE. Who starts a program means what he set.
+//! Before `main` Rust's runtime ignores SIGPIPE and opens /dev/null for closed standard descriptors, and `Command::exec` resets
+//! SIGPIPE to its default. The caller of `pagefold run` meant its own settings for the program, so they are restored.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -37,7 +37,7 @@ static LOOK: extern "C" fn() = look;
 pub fn exec_as(mut command: Command) -> io::Error {
     pass_on(&mut command);
     let error = command.exec();
-    // As a program starts with it: whose reader of standard error has left would now be ended by a line about this.
+    // `exec` has reset SIGPIPE: without this the error message would kill the process if standard error is a closed pipe.
     // SAFETY: no handler is set.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
     error

@@ -1,15 +1,13 @@
-//! What all commands print with: tables, colours that stay off when nobody
-//! looks, and progress with rate and time left.
+//! Output of all commands: tables, colours for terminals only, and progress with rate and time left.
 //!
-//! Results go to standard output, everything about the way there to standard
-//! error, and that only if a person sits behind it.
+//! Results go to standard output; progress goes to standard error, and only if that is a terminal.
 
 use crate::units::{show_duration, show_size};
 pub use pagefold_os::sanitize::clean;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// Writes `text` to standard output; a reader who left early (`| head`) is no error.
+/// Writes `text` to standard output; a reader that left early (`| head`) is not an error.
 ///
 /// # Errors
 /// As write(2), but never `EPIPE`.
@@ -138,7 +136,7 @@ impl Table {
         Table { align, rows: vec![names], style }
     }
 
-    /// Adds a row; missing cells are empty. Whoever's words they are, they are shown [`clean`].
+    /// Adds a row; missing cells are empty. Text is made [`clean`], because it may come from other programs.
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.styled_row(cells.into_iter().map(|cell| clean(&cell)));
     }
@@ -236,7 +234,7 @@ impl Progress {
         Progress { what, started: Instant::now(), shown: None, live: io::stderr().is_terminal() }
     }
 
-    /// True if somebody sits there to see it.
+    /// True if standard error is a terminal.
     pub const fn is_shown(&self) -> bool {
         self.live
     }

@@ -1,5 +1,5 @@
-//! What the daemon does not know itself: mounts of disk images and stores of image trees, for `status`, `top` and the
-//! daemon's page.
+//! Status of processes other than the daemon: mounts of disk images and stores of image trees, for `status`, `top` and
+//! the daemon's page.
 
 use pagefold_image::stat::{Stat, stat};
 use pagefold_image::store::{Store, default_root};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 /// How long a mount may take to answer.
 const DISK_PATIENCE: Duration = Duration::from_millis(500);
-/// Time between two looks at the mounts, of who looks all the time.
+/// Time between two looks at the mounts by the background thread.
 const DISKS_INTERVAL: Duration = Duration::from_secs(2);
 /// Time between two looks at the image stores: each asks the kernel about every object.
 pub const IMAGES_INTERVAL: Duration = Duration::from_secs(10);

@@ -35,6 +35,6 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                     there: cargo install --path bench"
             .into());
     };
-    // In our place, so that who ends us ends the benchmark.
+    // Replaces this process, so that a signal to it reaches the benchmark.
     Err(command.args(args.args).exec().into())
 }

@@ -104,7 +104,7 @@ fn heed_signals() {
         // SAFETY: all zeros is an action, which the kernel then fills; the handler only stores to an atomic.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
-            // Whoever started us may want us to go on, as nohup does.
+            // A signal that the caller had ignored stays ignored, as nohup wants.
             if libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction != libc::SIG_IGN {
                 action.sa_sigaction = on_signal as *const () as libc::sighandler_t;
                 action.sa_flags = libc::SA_RESTART | libc::SA_RESETHAND;
@@ -358,7 +358,7 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     let (status, seconds) = settle(&daemon.socket, began)?;
     let own = procfs::memory(daemon.child.id() as i32).unwrap_or_default();
     let mapping_bytes: u64 = status.domains.iter().map(|domain| domain.mapping_bytes).sum();
-    // What the daemon maps of the pool is the processes' memory, no matter who is charged with it.
+    // Pool pages that the daemon maps are the processes' memory, whichever process the kernel charges.
     let own_bytes = own.pss - own.pss_shared_memory + mapping_bytes;
     let after_bytes = crew.pss() + own.pss + mapping_bytes;
     let merged = status.totals.pages_merged + status.totals.pages_zeroed;

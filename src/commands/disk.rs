@@ -208,7 +208,7 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
 /// Set for a mount in the background: the process that waits for it.
 const CALLER: &str = "PAGEFOLD_DISK_CALLER";
 
-/// Who waits until this mount is there.
+/// The process that waits until this mount is there.
 struct Caller(Option<libc::pid_t>);
 
 impl Caller {
@@ -347,7 +347,7 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
     if pid.is_none() {
         let _ = std::fs::remove_file(socket);
     }
-    // Of one that said nothing but that it was mounted nobody wants to read.
+    // A log that says only that the mount succeeded is not worth keeping.
     let log = control::socket_path(&mountpoint).with_extension("log");
     if trouble.is_empty()
         && std::fs::read_to_string(&log).is_ok_and(|said| said.lines().all(|line| line.contains(SHOWN_AT)))
@@ -366,7 +366,7 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
 /// Has the mount write everything back before it is asked to end: what its disk refuses is still there afterwards, and can
 /// be written when there is room again.
 fn write_back(socket: &Path, args: &UmountArgs) -> Result<(), Error> {
-    // However long it takes. Who says nothing has died, or does not know how: its end tells.
+    // However long it takes. A process that does not answer has died or is too old; the way it ends tells.
     let Ok(said) = control::ask(socket, control::Command::Flush, Duration::MAX) else { return Ok(()) };
     let said: serde_json::Value = serde_json::from_str(&said).unwrap_or_default();
     let Some(error) = said["error"].as_str() else { return Ok(()) };
@@ -404,7 +404,7 @@ fn within<T: Send + 'static>(patience: Duration, work: impl FnOnce() -> T + Send
     receiver.recv_timeout(patience).ok()
 }
 
-/// Whether nobody listens any more.
+/// True if no process listens any more.
 fn is_gone(error: &std::io::Error) -> bool {
     matches!(error.kind(), std::io::ErrorKind::ConnectionRefused | std::io::ErrorKind::NotFound)
 }

@@ -1,4 +1,4 @@
-//! `pagefold env`: the environment that makes a program a client, for who starts programs by other means than `run`.
+//! `pagefold env`: the environment that makes a program a client, for programs that something else than `run` starts.
 
 use crate::error::Error;
 use crate::{daemon_client, note};

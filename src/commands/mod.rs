@@ -59,7 +59,7 @@ pub enum Command {
     Run(run::Args),
     /// Predict what merging would save, changing nothing
     Scan(scan::Args),
-    /// Show what is merged, for whom, and what it costs
+    /// Show what is merged and what it costs
     Status(status::Args),
     /// Show what is merged, live
     Top(top::Args),

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 const PAGE: u64 = 4096;
 
-/// Show what is merged, for whom, and what it costs
+/// Show what is merged and what it costs
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -101,7 +101,7 @@ fn render_images(stores: &[ImageStore], style: Style) -> String {
     if table.is_empty() { String::new() } else { format!("\n{}", table.render(0)) }
 }
 
-/// The cold tier: what it holds for whom, and what that cost.
+/// The cold tier: its domains and its clients.
 fn render_cold(out: &mut String, status: &Status, style: Style) {
     for tier in &status.cold.domains {
         let _ = writeln!(

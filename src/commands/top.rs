@@ -72,8 +72,8 @@ extern "C" fn on_signal(signal: libc::c_int) {
     SIGNAL.store(signal, Ordering::Relaxed);
 }
 
-/// Ends the program when its window is closed. Not everybody who closes one sends a signal, and waiting for keys
-/// would then spin: the terminal is at its end of file for ever. There is no screen left to restore.
+/// Ends the program when its window is closed. Not every terminal emulator sends a signal then, and waiting for keys
+/// would spin: the terminal is at its end of file for ever. There is no screen left to restore.
 fn end_with_the_window() {
     std::thread::spawn(|| {
         while stdin().is_terminal() {

@@ -170,7 +170,7 @@ fn collect(store: Option<&Store>, dry_run: bool, json: bool) -> Result<ExitCode,
     Ok(if stats.damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Says how a user whose store cannot be reached names another.
+/// Adds to the error of an unreachable store how to name another.
 fn elsewhere(error: ImageError) -> Error {
     use std::io::ErrorKind::{NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
     match &error {
@@ -183,7 +183,7 @@ fn elsewhere(error: ImageError) -> Error {
     }
 }
 
-/// Says how a user who may not mount gets at the image.
+/// Adds to the error of a user that may not mount how to use the image without.
 fn with_other_way(error: ImageError, name: &str) -> Error {
     // SAFETY: returns a number.
     let root = unsafe { libc::geteuid() } == 0;
