@@ -150,7 +150,7 @@ fn metrics_of_the_cold_tier_follow_the_conventions() {
     check(&socket);
     let (_, open) = get(&socket, OPEN);
     let of_client = format!("pid=\"{}\"", client.pid());
-    for name in ["pagefold_cold_client_bytes{", "pagefold_cold_pages_lost_total{", "pagefold_cold_fault_seconds_sum{"] {
+    for name in ["pagefold_cold_pages_out{", "pagefold_cold_pages_lost_total{", "pagefold_cold_fault_seconds_sum{"] {
         assert!(open.lines().any(|line| line.starts_with(name) && line.contains(&of_client)), "no {name}: {open}");
     }
 }

@@ -68,7 +68,7 @@ fn two_files_with_common_pages() {
     assert_eq!(report["cost"]["duplicate_bytes"], 50 * 4096);
     assert_eq!(report["sources"][1]["duplicate_across"], 50);
     let shown = text(&scan(&[&one, &two]).stdout);
-    for part in ["duplicate across     50  200 KiB", "32-63     2    100", "own metadata", "saves"] {
+    for part in ["duplicate across     50  200 KiB", "32-63     2    100", "own metadata", "deduplicated", "freed"] {
         assert!(shown.contains(part), "`{part}` is not in\n{shown}");
     }
     // The same file by two names is one file.

@@ -189,8 +189,8 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
         assert!(began.elapsed() < Duration::from_secs(60), "the daemon does not listen");
         std::thread::sleep(Duration::from_millis(20));
     }
-    // Two hundred pages of one content, written once and then left alone.
-    let program = "import mmap,sys,time\nm=mmap.mmap(-1,4096*800,flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)\n\
+    // 32 MiB of one content, written once and then left alone: more than daemon and agents take.
+    let program = "import mmap,sys,time\nm=mmap.mmap(-1,4096*8192,flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)\n\
                    m[:]=bytes([7])*len(m)\nprint('ready',flush=True)\ntime.sleep(600)";
     let mut client = pagefold();
     client.args(["run", "--manage=all", "--socket"]).arg(&socket).args(["--", "python3", "-c", program]);

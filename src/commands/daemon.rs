@@ -239,12 +239,9 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         if args.on_demand && error.kind() == std::io::ErrorKind::AddrInUse {
             daemon_client::tell_gave_way();
         }
-        let hint = match error.kind() {
-            std::io::ErrorKind::AddrInUse => {
-                "; stop it first: kill PID (pagefold status --json tells), clients keep their merged pages"
-            }
-            _ => "",
-        };
+        let is_taken = error.kind() == std::io::ErrorKind::AddrInUse && error.to_string().contains("a daemon listens");
+        let hint =
+            if is_taken { "; stop it with kill PID (`pagefold status --json` tells); clients stay merged" } else { "" };
         format!("daemon at {}: {error}{hint}", socket.display())
     })?;
     Ok(ExitCode::SUCCESS)

@@ -278,12 +278,12 @@ mod tests {
     fn savings_are_never_negative_and_one_page_is_not_plural() {
         let mut status = Status::default();
         (status.totals.pages_shared, status.totals.pages_sharing) = (1, 2);
-        status.totals.general_profit = -8 << 20;
+        status.totals.saved_bytes = -8 << 20;
         let text = render(&status, Style::plain());
-        let loss = "take 8.00 MiB more than one copy of 1 page shown in 2 places and 0 zero pages save";
+        let loss = "takes 8.00 MiB more than one copy of 1 page mapped in 2 places and 0 zero pages save";
         assert!(text.starts_with("nothing saved yet") && text.contains(loss), "{text}");
-        status.totals.general_profit = 4096;
+        status.totals.saved_bytes = 4096;
         let text = render(&status, Style::plain());
-        assert!(text.contains("saved by one copy of 1 page shown in 2 places, and 0 zero pages"), "{text}");
+        assert!(text.contains("saved by one copy of 1 page mapped in 2 places, and 0 zero pages"), "{text}");
     }
 }
