@@ -29,8 +29,10 @@ pub(crate) fn is_long(mapping: Range) -> bool {
 pub(crate) fn populate(mapping: Range, page_map: &Fd) {
     let mut at = mapping.start;
     while at < mapping.end {
-        read_in(Range::pages_from(at, 1));
-        at = (at / WINDOW + 1) * WINDOW;
+        // The last page of each window. Where the mapping starts inside a window, a request for the first page spills over into
+        // the next window: there the first page is mapped then, and a request for it maps none of the others.
+        at = ((at / WINDOW + 1) * WINDOW).min(mapping.end);
+        read_in(Range { start: at - PAGE_SIZE as u64, end: at });
     }
     if WINDOWS.load(Ordering::Relaxed) == UNKNOWN {
         let there = pages_there(mapping, page_map);
@@ -77,5 +79,44 @@ pub(crate) fn each_present(range: Range, page_map: &Fd, mut each: impl FnMut(usi
             return;
         }
         start = walked;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A page that is left out costs the program a wait, and a core file or a debugger the page.
+    #[test]
+    fn every_page_is_mapped_wherever_in_a_window_the_mapping_starts() {
+        const PAGES: u64 = 64;
+        let file = pagefold_os::memfd::create(c"windows", PAGES * PAGE_SIZE as u64).unwrap();
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let len = PAGES as usize * PAGE_SIZE;
+        let shared = mem::Mapping::file(file.raw(), 0, len, rights, libc::MAP_SHARED).unwrap();
+        for page in 0..PAGES as usize {
+            // SAFETY: inside the mapping just made.
+            unsafe { shared.as_ptr().add(page * PAGE_SIZE).write(1) };
+        }
+        let page_map = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
+        let place = mem::Mapping::anonymous(len + 2 * WINDOW as usize).unwrap();
+        let aligned = place.addr().next_multiple_of(WINDOW);
+        let map = |start: u64| {
+            let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
+            // SAFETY: the range lies in `place`, which is this test's alone and long enough for every start.
+            let at = unsafe { libc::mmap(start as *mut libc::c_void, len, rights, flags, file.raw(), 0) };
+            assert_eq!(at as u64, start, "mmap");
+            Range::pages_from(start, PAGES)
+        };
+        WINDOWS.store(LARGE, Ordering::Relaxed);
+        populate(map(aligned), &page_map);
+        if pages_there(Range::pages_from(aligned, PAGES), &page_map) < PAGES {
+            return eprintln!("SKIPPED: one fault brings in less than 64 KiB here (fault_around_bytes)");
+        }
+        for offset in 0..WINDOW / PAGE_SIZE as u64 {
+            let mapping = map(aligned + offset * PAGE_SIZE as u64);
+            populate(mapping, &page_map);
+            assert_eq!(pages_there(mapping, &page_map), PAGES, "the mapping starts at page {offset} of a window");
+        }
     }
 }
