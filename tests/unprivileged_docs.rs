@@ -15,7 +15,7 @@ fn read(path: &Path) -> String {
 /// The pages of the book, and the pages beside it that link into it.
 fn pages() -> Vec<PathBuf> {
     let mut pages = Vec::new();
-    for dir in ["docs", "docs/design", "."] {
+    for dir in ["docs", "docs/design", "docs/decisions", "."] {
         let dir = Path::new(root()).join(dir);
         let entries = std::fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
         pages.extend(
