@@ -140,7 +140,7 @@ fn the_next_daemon_takes_over_merged_pages() {
         servers.iter_mut().for_each(|server| _ = server.check("check"));
         daemon.total("pages_sharing") > 14_000
     });
-    assert!(events(&daemon.status(), "compacted") > 14_000, "they were moved to segments of its own");
+    assert!(events(&daemon.status(), "pages_compacted") > 14_000, "they were moved to segments of its own");
     daemon.verify();
 }
 
