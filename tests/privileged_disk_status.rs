@@ -53,7 +53,7 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     for place in [&mount, &link] {
         let again = tool(&["disk", "mount", &text(&other), &text(place), "--background"]).output().expect("a mount");
         let errors = String::from_utf8_lossy(&again.stderr).into_owned();
-        assert!(again.status.code() == Some(1) && errors.contains("a mount of images lies there"), "{errors}");
+        assert!(again.status.code() == Some(1) && errors.contains("images are mounted there already"), "{errors}");
         let status = tool(&["disk", "status", &text(place)]).output().expect("status");
         assert!(status.status.success(), "{}", String::from_utf8_lossy(&status.stderr));
     }
