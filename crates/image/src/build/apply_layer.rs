@@ -92,7 +92,11 @@ pub fn apply_tar(
     omissions: &mut Omissions,
     progress: &Progress,
 ) -> Result<Used> {
-    let reader = Reader::new(source, limits);
+    let mut reader = Reader::new(source, limits);
+    // A layer's digest shows whether it is whole: one of no bytes changes nothing, as container engines have it.
+    if whiteouts {
+        reader.allow_empty();
+    }
     let mut apply = Apply { build, tree, reader, whiteouts, layer: Layer::default(), omissions, progress };
     let mut next = apply.reader.next_entry().map_err(Error::foreign)?;
     while let Some(entry) = next {
@@ -233,7 +237,9 @@ impl<R: Read> Apply<'_, '_, R> {
 
     /// The entry's metadata, with the attributes that an image can carry.
     fn meta(&mut self, entry: Entry) -> Meta {
-        let Entry { path, mut xattrs, mode, uid, gid, mtime_s, mtime_ns, .. } = entry;
+        let Entry { path, mut xattrs, mode, uid, gid, mtime_s, mtime_ns, kind, .. } = entry;
+        // Linux has no other mode for symbolic links; what an archive says of it is lost on unpacking.
+        let mode = if matches!(kind, EntryKind::Symlink(_)) { 0o777 } else { mode };
         clean_xattrs(&mut xattrs, &path, self.omissions);
         Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs }
     }

@@ -78,6 +78,7 @@ pub struct Reader<R> {
     global: Pax,
     done: bool,
     marked: bool,
+    may_be_empty: bool,
 }
 
 /// What PAX headers say about the entry after them.
@@ -110,12 +111,18 @@ impl<R: Read> Reader<R> {
             global,
             done: false,
             marked: false,
+            may_be_empty: false,
         }
     }
 
     /// What the entries so far have used of the limits.
     pub fn used(&self) -> Used {
         Used { entries: self.entries + self.implied, names_bytes: self.names, bytes: self.content }
+    }
+
+    /// Takes a stream of no bytes for an archive of no entries, as container engines do with layers.
+    pub fn allow_empty(&mut self) {
+        self.may_be_empty = true;
     }
 
     /// Refuses an archive without an end mark, after it was read to the end: it may have been cut off between two entries.
@@ -276,7 +283,7 @@ impl<R: Read> Reader<R> {
                 Err(error) => return Err(input!("tar: {error}, after {} entries", self.entries)),
             }
         }
-        if filled == 0 && self.entries == 0 {
+        if filled == 0 && self.entries == 0 && !self.may_be_empty {
             return Err(input!("tar: empty, not even an end mark"));
         }
         if filled == 0 || header == [0; BLOCK] {
@@ -490,6 +497,7 @@ fn mtime(field: &[u8]) -> Result<i64> {
 fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
     let bad = || input!("tar: a PAX record that is not `length key=value`");
     let mut seen = std::collections::HashSet::new();
+    let mut of_libarchive = Vec::new();
     while !records.is_empty() {
         let space = records.iter().take(20).position(|&byte| byte == b' ').ok_or_else(bad)?;
         let length = decimal(&records[..space]).ok_or_else(bad)? as usize;
@@ -509,6 +517,14 @@ fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
             fits.then(|| value.to_vec()).ok_or_else(|| input!("tar: a PAX {} of {} bytes", show(key), value.len()))
         };
         match key {
+            // POSIX: an empty value takes back what an earlier header said of it, as if the record were absent.
+            b"path" if value.is_empty() => pax.path = None,
+            b"linkpath" if value.is_empty() => pax.linkpath = None,
+            b"size" if value.is_empty() => pax.size = None,
+            b"uid" if value.is_empty() => pax.uid = None,
+            b"gid" if value.is_empty() => pax.gid = None,
+            b"mtime" if value.is_empty() => pax.mtime = None,
+            b"hdrcharset" if value.is_empty() => {}
             b"path" => pax.path = Some(named()?),
             b"linkpath" => pax.linkpath = Some(named()?),
             b"size" => pax.size = Some(whole()?),
@@ -524,8 +540,16 @@ fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
             // ACLs as text have names of users and groups, which the tree need not know; labels belong to another system's policy.
             _ if key.starts_with(b"SCHILY.acl.") || key == b"RHT.security.selinux" => pax.left_out = true,
             _ => {
-                // LIBARCHIVE.xattr values are in base64 and come beside SCHILY ones.
-                if let Some(name) = key.strip_prefix(b"SCHILY.xattr.") {
+                if let Some(name) = key.strip_prefix(b"LIBARCHIVE.xattr.") {
+                    let read = (percent_decoded(name), base64_decoded(value));
+                    let (Some(name), Some(value)) = read else {
+                        return Err(input!("tar: {} is not a percent-encoded name with a value in base64", show(key)));
+                    };
+                    if name.is_empty() || name.contains(&0) {
+                        return Err(input!("tar: an attribute without a name"));
+                    }
+                    of_libarchive.push((name, value));
+                } else if let Some(name) = key.strip_prefix(b"SCHILY.xattr.") {
                     if name.is_empty() || name.contains(&0) {
                         return Err(input!("tar: an attribute without a name"));
                     }
@@ -536,7 +560,56 @@ fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
             }
         }
     }
+    // libarchive writes each attribute in both forms, unless it is told to write one: the plain one goes first.
+    for (name, value) in of_libarchive {
+        pax.xattrs.entry(name.into()).or_insert_with(|| value.into());
+    }
     Ok(())
+}
+
+/// Decodes `%41` and the like; `None` where two hexadecimal digits are missing.
+fn percent_decoded(mut text: &[u8]) -> Option<Vec<u8>> {
+    let digit = |byte: u8| (byte as char).to_digit(16).map(|digit| digit as u8);
+    let mut out = Vec::with_capacity(text.len());
+    while let Some((&first, rest)) = text.split_first() {
+        if first == b'%' {
+            out.push(digit(*rest.first()?)? << 4 | digit(*rest.get(1)?)?);
+            text = &rest[2..];
+        } else {
+            out.push(first);
+            text = rest;
+        }
+    }
+    Some(out)
+}
+
+/// Decodes base64 of the usual alphabet, with or without `=` at its end; `None` if it is not that.
+fn base64_decoded(text: &[u8]) -> Option<Vec<u8>> {
+    let end = text.iter().rposition(|&byte| byte != b'=').map_or(0, |last| last + 1);
+    let mut out = Vec::with_capacity(end / 4 * 3 + 2);
+    for group in text[..end].chunks(4) {
+        let mut bits = 0u32;
+        for &byte in group {
+            let value = match byte {
+                b'A'..=b'Z' => byte - b'A',
+                b'a'..=b'z' => byte - b'a' + 26,
+                b'0'..=b'9' => byte - b'0' + 52,
+                b'+' => 62,
+                b'/' => 63,
+                _ => return None,
+            };
+            bits = bits << 6 | u32::from(value);
+        }
+        let bytes = match group.len() {
+            4 => 3,
+            3 => 2,
+            2 => 1,
+            _ => return None,
+        };
+        bits <<= 6 * (4 - group.len());
+        out.extend(&bits.to_be_bytes()[1..=bytes]);
+    }
+    Some(out)
 }
 
 /// An attribute's name as a PAX keyword, which ends at its first `=`; escaped as GNU tar does.
@@ -742,6 +815,27 @@ mod tests {
         assert_eq!(reader.next_entry().unwrap().unwrap().kind, EntryKind::Symlink(vec![b'y'; 200]));
         assert_eq!(reader.next_entry().unwrap().unwrap().kind, EntryKind::Char(1, 3));
         assert!(reader.next_entry().unwrap().is_none());
+    }
+
+    #[test]
+    fn records_of_libarchive_are_read_where_no_plain_ones_are() {
+        let record = |key: &str, value: &str| {
+            let body = format!(" {key}={value}\n");
+            let length = (1..).find(|length: &usize| length.to_string().len() + body.len() == *length).unwrap();
+            format!("{length}{body}").into_bytes()
+        };
+        let mut pax = Pax { uid: Some(5), ..Pax::default() };
+        let mut records = record("LIBARCHIVE.xattr.user.both", "Zmlyc3Q");
+        records.extend(record("SCHILY.xattr.user.both", "second"));
+        records.extend(record("LIBARCHIVE.xattr.user.%41b", "AP8="));
+        records.extend(record("uid", ""));
+        parse_pax(&records, &mut pax).unwrap();
+        let expected = [(&b"user.Ab"[..], &b"\0\xff"[..]), (b"user.both", b"second")];
+        assert_eq!(pax.xattrs, expected.into_iter().map(|(name, value)| (name.into(), value.into())).collect());
+        assert_eq!(pax.uid, None, "an empty value takes back an earlier one");
+        for bad in ["A", "A*==", "AAAAA"] {
+            assert!(parse_pax(&record("LIBARCHIVE.xattr.user.a", bad), &mut Pax::default()).is_err(), "{bad}");
+        }
     }
 
     #[test]
