@@ -428,6 +428,27 @@ fn layers_apply_with_whiteouts_and_opaque_directories() {
 }
 
 /// In whatever order they come.
+/// What container engines unpack without a word, this reads.
+#[test]
+fn layers_of_no_bytes_and_odd_links_are_read() {
+    let bench = Bench::new();
+    let dir = tempfile::tempdir().unwrap();
+    let link = header(b"link", b'2', 0, b"f");
+    layout(dir.path(), &[&archive(&[file(b"f", b"1"), link]), b""], |_| ());
+    let mut tree = import(&bench, dir.path()).unwrap();
+    let id = tree.find(b"link").unwrap();
+    assert_eq!(tree.inode(id).meta.mode, 0o777, "the header said 0644");
+    // A whole archive of no bytes was cut off.
+    bench.refused(b"", "empty");
+
+    // Of two members of one name the later one counts.
+    let first = file(b"oci-layout", b"{}");
+    let whole = [first, layout_archive(dir.path(), false)].concat();
+    let path = dir.path().join("twice.tar");
+    std::fs::write(&path, whole).unwrap();
+    assert!(import(&bench, &path).unwrap().find(b"f").is_some());
+}
+
 #[test]
 fn a_directory_in_a_layer_replaces_a_file_of_that_name_below() {
     let bench = Bench::new();
