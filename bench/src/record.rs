@@ -24,7 +24,7 @@ pub fn emit(rows: Vec<Value>) {
     EMITTED.lock().expect("no bench panics here").get_or_insert_default().rows.extend(rows);
 }
 
-/// Prints rows as a table of these columns (see [`table`]) and emits them.
+/// Prints rows as a table of these columns (see [`table()`]) and emits them.
 pub fn table(title: &str, columns: &str, rows: Vec<Value>) {
     table::print(title, columns, &rows);
     emit(rows);

@@ -93,7 +93,7 @@ pub fn print(title: &str, columns: &str, rows: &[Value]) {
     print_columns(title, &columns.split('|').map(Column::parse).collect::<Vec<_>>(), rows);
 }
 
-/// As [`print`], with columns that are only known at run time.
+/// As [`print()`], with columns that are only known at run time.
 pub fn print_columns(title: &str, columns: &[Column], rows: &[Value]) {
     if rows.is_empty() {
         return;

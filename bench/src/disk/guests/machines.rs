@@ -20,7 +20,7 @@ pub(super) const WORK: &[(&str, &str)] = &[
         "echo 3 > /proc/sys/vm/drop_caches; find /mnt -type f | sort | head -n 600 | xargs cat | gzip | md5sum",
     ),
 ];
-/// A compiler run over a real program, as a step of a build: [`add_compiler`] leaves it in the images.
+/// A compiler run over a real program, as a step of a build: every image has it.
 pub(super) const BUILD: (&str, &str) = ("compile", "echo 3 > /proc/sys/vm/drop_caches; sh /mnt/build/run");
 pub(super) const GUEST_MIB: usize = 192;
 
