@@ -236,7 +236,7 @@ impl MemoryLimits {
         self.free.load(Ordering::Relaxed)
     }
 
-    /// True once after a look that found too little room: the pump shall make some before there is none.
+    /// True once after a look that found too little room: the evictor must free some before there is none.
     pub fn is_short(&self) -> bool {
         self.short.load(Ordering::Relaxed) && self.short.swap(false, Ordering::Relaxed)
     }

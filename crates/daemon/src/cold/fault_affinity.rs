@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_else_says_of_the_thread_stands() {
+    fn an_affinity_that_another_process_sets_is_kept() {
         let all = Cpus::of_thread().expect("a set");
         let mut cpus = all.iter();
         let (Some(first), Some(second)) = (cpus.next(), cpus.next()) else {

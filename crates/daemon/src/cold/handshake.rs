@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn who_cannot_be_kept_is_refused_and_one_process_is_few_clients() {
+    fn a_client_the_keeper_cannot_hold_is_refused_and_clients_of_a_process_are_bounded() {
         if client::tests::own(uffd::FEATURE_EVENT_REMOVE, 1).is_none() {
             return;
         }
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn who_greets_a_tier_that_is_let_go_greets_again() {
+    fn a_process_that_greets_a_retired_tier_is_told_to_retry() {
         if client::tests::own(uffd::FEATURE_EVENT_REMOVE, 1).is_none() {
             return;
         }
@@ -330,7 +330,7 @@ mod tests {
 
     /// The answer to a greeting does not arrive, so the agent greets again, with another descriptor and the same table.
     #[test]
-    fn who_greets_anew_is_served_by_the_descriptor_that_it_has() {
+    fn a_client_that_greets_again_is_served_by_its_new_descriptor() {
         if client::tests::own(uffd::FEATURE_EVENT_REMOVE, 1).is_none() {
             return;
         }

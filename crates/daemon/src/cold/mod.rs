@@ -1,12 +1,10 @@
 //! The cold tier of live clients: the clients, the threads that serve them, and what survives the daemon.
 //!
-//! A `Group` is a domain's tier, its clients (a thread each, `client`) and
-//! its `pump`. Everything that a successor needs lies in descriptors that the
-//! keeper holds from before the first page goes out: the tier's arena and file,
-//! and of each client userfaultfd, table and page map. See docs/design/tier.md,
-//! section 6.
+//! A `group` is a domain's tier with its clients (a fault thread each, `client`) and its evictor (`evict`). Everything that a
+//! successor needs lies in descriptors that the keeper holds from before the first eviction: the tier's arena and file, and of
+//! each client userfaultfd, residency map and page map. See docs/design/tier.md, section 6.
 //!
-//! A client comes by `greet` or, from a dead daemon, by `adopt`; both leave it with the keeper (`keep`) and give it its
+//! A client comes by `handshake` or, from a dead daemon, by `handover::adopt`. Both leave it with the keeper and start its
 //! thread (`threads`).
 
 mod agent_connection;

@@ -179,7 +179,7 @@ mod tests {
                 while client.service.try_lock().is_ok() && !brings.is_finished() {
                     std::hint::spin_loop();
                 }
-                // As pump and agent do with a page that came back and was written.
+                // As evictor and agent do with a page that came back and was written.
                 store(2);
                 client.leaving.fetch_add(1, Ordering::SeqCst);
                 client.table.unlock();

@@ -298,7 +298,7 @@ mod tests {
 
     /// However many there are: one that is let go would read zeros.
     #[test]
-    fn who_is_left_alone_waits_as_long_as_it_lives() {
+    fn a_child_that_is_left_to_wait_waits_as_long_as_it_lives() {
         const FAMILIES: usize = 3;
         let device = uffd::open_device().ok();
         let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: no userfaultfd for us") };
@@ -317,7 +317,7 @@ mod tests {
 
     /// A child that is left to wait outlives its parent, and reads no zeros then.
     #[test]
-    fn who_is_left_alone_waits_beyond_its_parents_end() {
+    fn a_child_that_is_left_to_wait_outlives_its_parent() {
         let Some((client, _memory)) = super::super::tests::own(0, 1) else { return };
         let pending_children = client.pending_children.clone();
         Family::of(Uffd::from_fd(client.uffd.fd().duplicate().unwrap()), &client.pending_children).withhold();
@@ -327,7 +327,7 @@ mod tests {
 
     /// What a child has done to its memory is cut, moved and copied so often, and no more.
     #[test]
-    fn who_does_too_much_with_its_memory_is_left_alone() {
+    fn a_child_that_changes_its_memory_too_often_is_left_to_wait() {
         const PARTS: u64 = 1000;
         let device = uffd::open_device().ok();
         let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: no userfaultfd for us") };

@@ -346,7 +346,7 @@ pub(crate) mod tests {
     }
 
     /// The descriptor of a process that is no more.
-    pub(crate) fn of_who_has_ended() -> Uffd {
+    pub(crate) fn of_an_ended_process() -> Uffd {
         let device = uffd::open_device().ok();
         let number =
             Mapping::file(-1, 0, PAGE as usize, libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS).unwrap();

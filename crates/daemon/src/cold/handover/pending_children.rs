@@ -154,7 +154,7 @@ mod tests {
             let kept = pending_children.keep(&child);
             pending_children.hold(std::iter::once(child));
             drop(kept);
-            lock(&pending_children.held).values_mut().for_each(|bundle| *bundle = vec![tests::of_who_has_ended()]);
+            lock(&pending_children.held).values_mut().for_each(|bundle| *bundle = vec![tests::of_an_ended_process()]);
             pending_children.count(lock(&pending_children.keeper).as_ref())
         };
         let (count, asked) = with_keeper(&path, |_, _| vec![0], act);

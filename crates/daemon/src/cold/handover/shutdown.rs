@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn pages_of_an_ended_process_do_not_keep_the_keeper() {
         let Some((mut client, memory)) = client::tests::own(0, 1) else { return };
-        client.uffd = client::tests::of_who_has_ended();
+        client.uffd = client::tests::of_an_ended_process();
         let (_dir, cold, group) = with_group(Config::default());
         let page = memory.addr() / 4096;
         group.tier.store(client.region, page, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
