@@ -393,7 +393,7 @@ impl Pool {
     }
 
     fn lingering<T>(&self, f: impl FnOnce(&mut Lingering) -> T) -> T {
-        let mut lingering = lock(&self.lingering);
+        let mut lingering = pagefold_os::sync::lock(&self.lingering);
         lingering.look();
         f(&mut lingering)
     }
