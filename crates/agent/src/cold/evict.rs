@@ -282,3 +282,140 @@ impl ColdSession {
         result
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cold::fixture::{LONG, connected, connected_with};
+    use pagefold_protocol::residency_map::OWNER_DAEMON;
+    use std::sync::atomic::AtomicBool;
+    use std::sync::{Arc, mpsc};
+    use std::thread;
+
+    /// While the agent makes pages exclusive, the daemon makes no room.
+    #[test]
+    fn making_pages_exclusive_does_not_wait_for_room() {
+        let Some((cold, connection, memory)) = connected() else { return };
+        let entry = EvictEntry {
+            start: memory.addr(),
+            around_start: memory.addr(),
+            around_end: memory.addr() + PAGE,
+            pages: 1,
+            place: 0,
+        };
+        connection.channel.put_request(0, entry);
+        connection.channel.put_answer_of_page(0, EVICT_BUSY);
+        let bringing = || cold.residency.head().paused_evictions.load(Ordering::SeqCst);
+        let asked = thread::scope(|scope| {
+            let makes = scope.spawn(|| cold.make_exclusive(&connection.channel, 1));
+            let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+            assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no fault");
+            let asked = bringing();
+            let page = [0u8; PAGE_SIZE];
+            // SAFETY: the bytes are ours.
+            let _ = unsafe { cold.hold.copy(memory.addr(), page.as_ptr() as u64, PAGE, 0) };
+            makes.join().unwrap();
+            asked
+        });
+        assert_eq!((asked, bringing()), (1, 0));
+    }
+
+    /// The daemon would take what goes out for what was there before.
+    #[test]
+    fn no_page_is_evicted_before_the_daemon_has_read_an_unmap() {
+        let Some((mut cold, connection, memory)) = connected_with(uffd::FEATURE_EVENT_UNMAP) else { return };
+        let page = memory.addr() + PAGE;
+        let run = EvictEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
+        let went = thread::scope(|scope| {
+            scope.spawn(|| {
+                // SAFETY: the test's memory, which is not used meanwhile.
+                let _ = unsafe { mem::unmap(page, PAGE) };
+            });
+            let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+            assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no event");
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+            let mut went = || {
+                // SAFETY: where nothing is any more.
+                unsafe {
+                    assert_eq!(mem::map(page, PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0), Ok(page));
+                    (page as *mut u8).write_bytes(8, PAGE_SIZE);
+                }
+                connection.channel.put_request(0, run);
+                connection.channel.write_page(0, &[8; PAGE_SIZE]);
+                let _ = cold.evict_pages(&connection, 1, sched::monotonic_ns());
+                cold.residency.state(page) == EVICTED
+            };
+            let went = went();
+            while cold.hold.is_changing() {
+                let _ = cold.hold.read_event_at_once();
+            }
+            went
+        });
+        // Else the mapping's end would wait for a reader.
+        drop(cold);
+        assert!(!went);
+    }
+
+    /// The daemon notes discards by its own clock, which in another time namespace is another.
+    #[test]
+    fn a_discard_is_timed_by_the_clock_that_noted_it() {
+        const DAY_NS: u64 = 86_400_000_000_000;
+        const NOTED: u64 = 400 * DAY_NS;
+        let Some((mut cold, connection, memory)) = connected() else { return };
+        let page = memory.addr() + PAGE;
+        let run = EvictEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
+        connection.channel.put_request(0, run);
+        connection.channel.write_page(0, &[7; PAGE_SIZE]);
+        cold.residency.find_or_add(page).unwrap();
+        let mut goes = |noted: u64, asked: u64| {
+            cold.residency.note_discard(Range::pages_from(page, 1), noted);
+            cold.evict_pages(&connection, 1, asked).unwrap();
+            cold.residency.state(page) == EVICTED
+        };
+        assert!(!goes(NOTED, NOTED + 900_000_000), "too early by the daemon's clock");
+        assert!(!goes(sched::monotonic_ns(), NOTED + DAY_NS), "too early by our own");
+        assert!(goes(NOTED, NOTED + 1_100_000_000));
+        // Else what is not there would wait.
+        drop(cold);
+    }
+
+    /// A daemon dies while it holds the owner lock, before it has read of a discard for which a page must wait to come back.
+    #[test]
+    fn a_page_moves_back_though_no_daemon_is_left() {
+        let Some((mut cold, connection, memory)) = connected() else { return };
+        let (residency, first) = (cold.residency, memory.addr());
+        // It differs from its copy.
+        let run =
+            EvictEntry { start: first + PAGE, around_start: first, around_end: first + 2 * PAGE, pages: 1, place: 0 };
+        connection.channel.put_request(0, run);
+        // SAFETY: the test's memory, which is not used meanwhile.
+        let discards = thread::spawn(move || unsafe { mem::advise(first, PAGE, libc::MADV_DONTNEED) });
+        let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+        assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no discard");
+        let over = Arc::new(AtomicBool::new(false));
+        let dies = {
+            let over = over.clone();
+            move || {
+                while !over.load(Ordering::Relaxed)
+                    && (residency.state(first + PAGE) != FROZEN || !residency.try_lock(OWNER_DAEMON))
+                {
+                    thread::yield_now();
+                }
+            }
+        };
+        let dies = thread::spawn(dies);
+        let (say, said) = mpsc::channel();
+        thread::spawn(move || {
+            assert!(cold.residency.lock_within(1000));
+            say.send((cold.evict_with_lock(&connection, 1, sched::monotonic_ns()), cold))
+        });
+        let (dropped, cold) = said.recv_timeout(LONG).expect("it waits for a daemon");
+        over.store(true, Ordering::Relaxed);
+        dies.join().unwrap();
+        assert_eq!((dropped, discards.join().unwrap()), (Ok(1), Ok(())));
+        // Else what is not there would wait.
+        drop(cold);
+        // SAFETY: mapped and ours.
+        assert_eq!(unsafe { memory.as_ptr().add(PAGE_SIZE).read() }, 7);
+    }
+}

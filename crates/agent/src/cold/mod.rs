@@ -11,17 +11,22 @@
 //!
 //! Lock order: mapping lock, then owner lock (see [`residency_map`](pagefold_protocol::residency_map)).
 //!
-//! `lifecycle` is the thread with its connections and answers; `evict` is how pages leave and `fault_in` how they return;
-//! `interpose` is what the program's own calls need of the tier; `lease` lends the anonymous memory of a merged client;
-//! `daemon_liveness` tells when evicted pages are lost.
+//! `lifecycle` is the thread and `session` what it keeps; `handshake` connects it to a daemon, `requests` answers the daemon, and
+//! `leave` ends the session. `evict` is how pages leave and `fault_in` how they return. `interpose` is what the program's own calls
+//! need of the tier; `lease` lends the anonymous memory of a merged client; `daemon_liveness` tells when evicted pages are lost.
 
 mod daemon_liveness;
 mod evict;
 mod fault_in;
+#[cfg(test)]
+mod fixture;
+mod handshake;
 #[cfg(feature = "preload")]
 mod interpose;
 mod lease;
+mod leave;
 mod lifecycle;
+mod requests;
 mod session;
 
 #[cfg(feature = "preload")]

@@ -1,0 +1,84 @@
+//! What the daemon asks of a cold client, one request at a time.
+
+use super::lease::ask_end_of_lease;
+use super::session::{ColdSession, Connection};
+use crate::address_space::regions::list_anonymous;
+use crate::runtime::housekeeping::housekeep;
+use crate::state::COLD_AGENT;
+use core::sync::atomic::{AtomicU32, Ordering};
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{Range, sched, sock, uffd};
+use pagefold_protocol::message::{LIST_MAX, Op, Packet};
+
+impl ColdSession {
+    /// Answers requests until the daemon is gone or we are asked to leave.
+    pub(super) fn serve(&mut self, connection: &mut Connection, phase: &AtomicU32) -> Result<()> {
+        let mut looked = sched::monotonic_ns();
+        loop {
+            housekeep(&mut looked, COLD_AGENT, self.mover.as_ref());
+            let bell = self.mover.as_ref().map_or(-1, |mover| mover.fd().raw());
+            let mut polls =
+                [connection.socket.raw(), bell].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+            // A thread that asked before the wakeup page was registered could not wake this one.
+            let goes_on = || phase.load(Ordering::Acquire) == 1;
+            if goes_on() {
+                pagefold_os::fd::poll(&mut polls, 500)?;
+            }
+            if polls[1].revents != 0 {
+                self.drain_wakeups();
+            }
+            if !goes_on() {
+                return Ok(());
+            }
+            if polls[0].revents == 0 {
+                continue;
+            }
+            let mut buffer = [0u8; size_of::<Packet>()];
+            let (got, _) = sock::receive(&connection.socket, &mut buffer, libc::MSG_DONTWAIT)?;
+            let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
+            let mut answer = Packet { status: 0, count: 0, ..request };
+            if request.op == Op::Leave as u32 {
+                ask_end_of_lease();
+                return sock::send(&connection.socket, answer.bytes(), &[]);
+            }
+            match self.answer(&request, connection) {
+                Ok(count) => answer.count = count as u64,
+                Err(Errno(errno)) => answer.status = errno,
+            }
+            // So that the daemon can tell what our work costs.
+            answer.a = sched::thread_cpu_ns();
+            sock::send(&connection.socket, answer.bytes(), &[])?;
+        }
+    }
+
+    fn answer(&mut self, request: &Packet, connection: &Connection) -> Result<usize> {
+        let count = (request.count as usize).min(LIST_MAX);
+        const REGIONS: u32 = Op::Regions as u32;
+        const WATCH: u32 = Op::Watch as u32;
+        const COPY: u32 = Op::ColdCopy as u32;
+        const DROP: u32 = Op::ColdEvict as u32;
+        const RELEASE: u32 = Op::ColdUnregister as u32;
+        match request.op {
+            REGIONS => list_anonymous(&self.maps, &connection.channel, request.b),
+            WATCH => {
+                for index in 0..count {
+                    let range: Range = connection.channel.request(index);
+                    let status = self.hold.register(range, uffd::MODE_WP).map_or_else(|errno| errno.0, |()| 0);
+                    connection.channel.put_answer(index, status);
+                }
+                Ok(count)
+            }
+            COPY => self.copy(connection, count, request.a as usize),
+            DROP => self.evict_pages(connection, count, request.a),
+            RELEASE => {
+                for index in 0..count {
+                    let range: Range = connection.channel.request(index);
+                    let status = self.release(range).map_or_else(|errno| errno.0, |()| 0);
+                    connection.channel.put_answer(index, status);
+                }
+                Ok(count)
+            }
+            _ => Err(Errno(libc::ENOSYS)),
+        }
+    }
+}
