@@ -75,7 +75,7 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     for args in [&["disk", "status"][..], &["disk", "status", &at]] {
         let elsewhere = tool(args).env("PAGEFOLD_RUNTIME_DIR", base.path().join("else")).output().expect("status");
         let said = String::from_utf8_lossy(&elsewhere.stderr).into_owned();
-        assert!(said.contains(&format!("{at}: mounted, but nobody answers in ")), "{said}");
+        assert!(said.contains(&format!("{at}: mounted, but no server answers in ")), "{said}");
     }
 
     // It is told without a daemon. What cannot be asked may be one: that is no answer.

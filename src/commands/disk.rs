@@ -468,7 +468,7 @@ fn silent(mountpoint: &Path, error: &std::io::Error) -> String {
 fn not_ours() -> String {
     let place = control::runtime_dir();
     let who = "another user's, or made with another PAGEFOLD_RUNTIME_DIR or XDG_RUNTIME_DIR, or its process died";
-    format!("mounted, but nobody answers in {}: it is {who}", place.display())
+    format!("mounted, but no server answers in {}: it is {who}", place.display())
 }
 
 /// A mount's status as text.

@@ -26,7 +26,7 @@ merged; all others are evicted, and are merged again after pagefold unpark. Page
 pinned for I/O or shared with a forked process stay in memory.")]
 pub struct Park {
     #[command(flatten)]
-    whom: Target,
+    target: Target,
 }
 
 /// Return a parked client's memory now
@@ -40,11 +40,11 @@ Not needed before the client works again: the pages it touches return by themsel
 that it touched most recently return first.")]
 pub struct Unpark {
     #[command(flatten)]
-    whom: Target,
+    target: Target,
 }
 
 #[derive(clap::Args)]
-#[command(group(clap::ArgGroup::new("whom").required(true).args(["clients", "cgroup", "all"])))]
+#[command(group(clap::ArgGroup::new("target").required(true).args(["clients", "cgroup", "all"])))]
 struct Target {
     /// Process ids of clients
     #[arg(value_name = "PID", value_parser = units::pid)]
@@ -64,7 +64,7 @@ struct Target {
 
 impl Target {
     /// One request each.
-    fn whom(&self) -> Vec<ClientSelector> {
+    fn selectors(&self) -> Vec<ClientSelector> {
         match &self.cgroup {
             Some(path) => vec![ClientSelector::Cgroup(path.clone())],
             None if self.all => vec![ClientSelector::All],
@@ -82,11 +82,11 @@ struct Moved {
     seconds: f64,
 }
 
-/// Asks for `whom` and shows meanwhile, on a terminal, how many bytes went (or came); returns clients and pages.
-fn ask_and_watch(socket: &Path, whom: &ClientSelector, park: bool) -> Result<(u64, u64), Error> {
-    let whom = whom.clone();
-    let one = if let ClientSelector::Pid(pid) = whom { Some(pid) } else { None };
-    let request = if park { Request::Park { whom } } else { Request::Unpark { whom } };
+/// Parks or unparks the selected clients; on a terminal it shows meanwhile how many bytes were moved. Returns clients and pages.
+fn ask_and_watch(socket: &Path, selector: &ClientSelector, park: bool) -> Result<(u64, u64), Error> {
+    let clients = selector.clone();
+    let one = if let ClientSelector::Pid(pid) = clients { Some(pid) } else { None };
+    let request = if park { Request::Park { clients } } else { Request::Unpark { clients } };
     let sum = |status: &Status, of: fn(&ColdClient) -> u64| -> u64 {
         status.cold.clients.iter().filter(|client| one.is_none_or(|pid| pid == client.pid)).map(of).sum()
     };
@@ -107,7 +107,7 @@ fn ask_and_watch(socket: &Path, whom: &ClientSelector, park: bool) -> Result<(u6
 fn moved(target: &Target, park: bool) -> Result<ExitCode, Error> {
     let socket = target.daemon.socket()?;
     let began = Instant::now();
-    let (moved, code) = for_each(&target.whom(), |whom| ask_and_watch(&socket, whom, park))?;
+    let (moved, code) = for_each(&target.selectors(), |selector| ask_and_watch(&socket, selector, park))?;
     let (clients, pages) = moved.iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
     let bytes = pages * pagefold_os::PAGE_SIZE as u64;
     let seconds = began.elapsed().as_secs_f64();
@@ -127,10 +127,10 @@ fn moved(target: &Target, park: bool) -> Result<ExitCode, Error> {
 
 /// Runs `park`.
 pub fn park(args: Park) -> Result<ExitCode, Error> {
-    moved(&args.whom, true)
+    moved(&args.target, true)
 }
 
 /// Runs `unpark`.
 pub fn unpark(args: Unpark) -> Result<ExitCode, Error> {
-    moved(&args.whom, false)
+    moved(&args.target, false)
 }

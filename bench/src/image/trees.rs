@@ -86,7 +86,7 @@ pub(super) fn inline_memory(mounts: &[PathBuf]) -> u64 {
     inline.map(|(path, _)| resident_bytes(&path, true).unwrap_or(0)).sum()
 }
 
-/// The metadata images and what belongs to them. The objects on shelves are counted as objects.
+/// The metadata images and what belongs to them. The objects of link farms are counted as objects.
 fn metadata_below(store: &Store) -> Vec<PathBuf> {
     let trees = store.objects_dir().parent().expect("a domain").join("trees");
     let is_link = |path: &Path| path.ancestors().any(|dir| dir.ends_with("objects"));

@@ -122,7 +122,7 @@ impl Live {
     /// Evicts everything; returns the pages and the seconds.
     fn park(&self) -> io::Result<(f64, f64)> {
         let began = Instant::now();
-        let pages = self.moved(&Request::Park { whom: cold::ClientSelector::All })?;
+        let pages = self.moved(&Request::Park { clients: cold::ClientSelector::All })?;
         Ok((pages, began.elapsed().as_secs_f64()))
     }
 
@@ -278,7 +278,7 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
     let began = Instant::now();
     let socket = live.socket.clone();
     let unpark = std::thread::spawn(move || {
-        let answer = control::ask(&socket, &Request::Unpark { whom: cold::ClientSelector::All });
+        let answer = control::ask(&socket, &Request::Unpark { clients: cold::ClientSelector::All });
         (answer, Instant::now())
     });
     let first = live.ask("first")?;

@@ -26,7 +26,7 @@ class NoDaemon(unittest.TestCase):
         with self.assertRaisesRegex(pagefold.DaemonError, "no daemon listens at /nowhere/s; start"):
             pagefold.Daemon("/nowhere/s").status()
 
-    def test_whom_is_one(self) -> None:
+    def test_a_move_takes_one_selector(self) -> None:
         no: Tuple[Dict[str, Any], ...] = ({}, {"pid": 1, "all": True}, {"pid": 1, "cgroup": "x"})
         for wrong in no:
             with self.assertRaises(TypeError):

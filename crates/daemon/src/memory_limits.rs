@@ -179,7 +179,7 @@ impl MemoryLimits {
         let mut place = lock(&self.place);
         if place.text != text {
             *place = Place { levels: levels_of(&text, root), text };
-            // What was granted was another limit's.
+            // The pages left were those of another limit.
             self.left.store(0, Ordering::Relaxed);
         }
     }
@@ -214,9 +214,9 @@ impl MemoryLimits {
         usages.map(Usage::free).min().unwrap_or(u64::MAX)
     }
 
-    /// How many of `wanted` pages may come back now; none if that would fill a limit, and then something has to go out
-    /// first: the kernel would rather kill than wait for us.
-    pub fn grant(&self, wanted: u64) -> u64 {
+    /// Counts up to `wanted` pages as used, as many as may come back now, and returns their number. It is 0 if they would fill a limit:
+    /// other pages have to be evicted first, because the kernel kills at the limit and does not wait for the evictor.
+    pub fn reserve_pages(&self, wanted: u64) -> u64 {
         if self.left.fetch_sub(wanted as i64, Ordering::Relaxed) >= wanted as i64 {
             return wanted;
         }
@@ -226,12 +226,12 @@ impl MemoryLimits {
         });
         self.free.store(free, Ordering::Relaxed);
         let left = (free / 4).min(PAGES_BETWEEN);
-        let granted = left.min(wanted);
-        self.left.store((left - granted) as i64, Ordering::Relaxed);
-        granted
+        let reserved = left.min(wanted);
+        self.left.store((left - reserved) as i64, Ordering::Relaxed);
+        reserved
     }
 
-    /// Pages that there was room for when [`MemoryLimits::grant`] last looked.
+    /// Pages that there was room for when [`MemoryLimits::reserve_pages`] last looked.
     pub fn free(&self) -> u64 {
         self.free.load(Ordering::Relaxed)
     }
@@ -277,16 +277,16 @@ pub(crate) mod tests {
         let room = at(Vec::new());
         let limit = || room.tightest().map(|usage| usage.limit);
         room.be_at("0::/one\n".into(), root.path());
-        assert!(limit() == Some(1_000_000_000) && room.grant(1) == 1 && room.left.load(Ordering::Relaxed) > 0);
+        assert!(limit() == Some(1_000_000_000) && room.reserve_pages(1) == 1 && room.left.load(Ordering::Relaxed) > 0);
         room.be_at("0::/two/\n".into(), root.path());
         assert_eq!((limit(), room.left.load(Ordering::Relaxed)), (Some(500_000_000), 0));
         room.be_at("1:cpu:/one\n0::/\n".into(), root.path());
         assert_eq!(limit(), None);
-        // `grant` looks, too.
+        // `reserve_pages` looks, too.
         let text = std::fs::read_to_string("/proc/self/cgroup").expect("this process has groups");
         let room = MemoryLimits::of(std::process::id() as i32);
         room.be_at("0::/one\n".into(), root.path());
-        room.grant(1);
+        room.reserve_pages(1);
         assert_eq!(lock(&room.place).text, text);
         // Nothing is known of a process that has ended.
         let room = MemoryLimits::of(i32::MAX);
@@ -324,7 +324,7 @@ pub(crate) mod tests {
         );
         assert_eq!(level.usage(), Some(Usage { used: 400 << 20, limit: 1000 << 20 }));
         let room = at(vec![level]);
-        assert_eq!(room.grant(64), 64);
+        assert_eq!(room.reserve_pages(64), 64);
         assert!(!room.is_short());
         let use_up = |used: u64| {
             std::fs::write(dir.path().join("memory.usage_in_bytes"), mib(used)).expect("a file");
@@ -332,20 +332,20 @@ pub(crate) mod tests {
         };
         use_up(964);
         // Of the one MiB that is left, a quarter before the next look.
-        assert_eq!((room.grant(4096), room.free()), (64, 256));
+        assert_eq!((room.reserve_pages(4096), room.free()), (64, 256));
         assert!(room.is_short() && !room.is_short());
         use_up(966);
-        assert_eq!((room.grant(1), room.free()), (0, 0));
+        assert_eq!((room.reserve_pages(1), room.free()), (0, 0));
         std::fs::write(
             dir.path().join("memory.stat"),
             format!("total_inactive_file {}\ntotal_active_file 0\n", 50 << 20),
         )
         .expect("a file");
         use_up(980);
-        assert_eq!(room.grant(64), 64, "the file cache can go");
+        assert_eq!(room.reserve_pages(64), 64, "the file cache can go");
         std::fs::write(dir.path().join("memory.limit_in_bytes"), mib(20)).expect("a file");
         use_up(67);
-        assert_eq!(room.grant(1), 0, "of a small limit more is kept");
+        assert_eq!(room.reserve_pages(1), 0, "of a small limit more is kept");
     }
 
     #[test]

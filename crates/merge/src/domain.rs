@@ -752,13 +752,13 @@ impl Domain {
             pages_volatile: sum(|client| client.pages_volatile),
             pages: sum(|client| client.pages),
             pool_bytes: pool.bytes,
-            pool_orphaned_bytes: pool.lingering_bytes,
+            pool_orphaned_bytes: pool.orphaned_bytes,
             pool_max_bytes: self.pool.max_bytes(),
             metadata_bytes,
             mapping_bytes,
             deduplicated_bytes,
             general_profit: deduplicated_bytes as i64
-                - (pool.bytes + pool.lingering_bytes + metadata_bytes + mapping_bytes) as i64,
+                - (pool.bytes + pool.orphaned_bytes + metadata_bytes + mapping_bytes) as i64,
             events: self.counters.events(),
             clients,
         }

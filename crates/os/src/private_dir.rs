@@ -46,7 +46,7 @@ pub fn make_own(dir: &Path) -> Result<()> {
         true => format!("of user {} with mode {:04o}", found.uid(), found.mode() & 0o7777),
         false => "no directory".to_owned(),
     };
-    let must = format!("must be a directory of user {uid} that nobody else may write");
+    let must = format!("must be a directory of user {uid} that no other user may write");
     told(ErrorKind::PermissionDenied, format!("{} {must}, and is {is}", dir.display()))
 }
 

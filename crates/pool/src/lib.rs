@@ -18,7 +18,7 @@
 //! are left are moved to other slots, and it goes.
 //!
 //! What a process shows after that is memory all the same. The kernel tells when a file is gone ([`Watch`]): until then a
-//! segment *lingers*, is told of in [`Stats`], and takes its part of the pool's largest size.
+//! segment is *orphaned*: it is counted in [`Stats`] and towards the pool's largest size.
 //!
 //! **Why a segment number is reused.** Numbers end after 2 TiB; after that the
 //! number that was freed longest ago is used again. No counted share still names
@@ -184,22 +184,22 @@ pub struct Stats {
     pub bytes: u64,
     /// Bytes of our own records about them.
     pub metadata_bytes: u64,
-    /// Segments that were let go.
+    /// Released segments.
     pub segments_released: u64,
     /// Bytes of pages in released segments that a process still maps or has open.
-    pub lingering_bytes: u64,
+    pub orphaned_bytes: u64,
 }
 
-/// Segments that were let go and are not gone.
+/// Released segments whose files the kernel has not freed yet.
 #[derive(Debug, Default)]
-struct Lingering {
-    /// Made with the first; where the kernel gives none they are not counted.
+struct OrphanedSegments {
+    /// Made with the first segment. Where the kernel has no watch, orphaned segments are not counted.
     watch: Option<Watch>,
     /// Bytes of pages, by the watch's name of the segment.
     bytes: HashMap<i32, u64>,
 }
 
-impl Lingering {
+impl OrphanedSegments {
     fn add(&mut self, segment: &Segment) {
         if self.watch.is_none() {
             self.watch = Watch::new().ok();
@@ -209,7 +209,7 @@ impl Lingering {
         }
     }
 
-    /// Leaves out what is gone by now.
+    /// Removes the segments that the kernel has freed by now.
     fn look(&mut self) {
         let Some(watch) = self.watch.as_ref().filter(|_| !self.bytes.is_empty()) else { return };
         let mut gone = Vec::new();
@@ -218,7 +218,7 @@ impl Lingering {
                 self.bytes.remove(&id);
             }
         } else {
-            // Better a few that are not counted than some for ever.
+            // Without events none would ever be removed: it counts too few rather than too many for ever.
             self.bytes.clear();
         }
     }
@@ -253,13 +253,13 @@ pub struct Pool {
     bytes: AtomicU64,
     huge: Huge,
     /// Nothing else is locked under it.
-    lingering: std::sync::Mutex<Lingering>,
+    orphaned: std::sync::Mutex<OrphanedSegments>,
     name: String,
 }
 
 impl Pool {
-    /// Makes an empty pool that holds at most `max_bytes` of pages, rounded down to whole segments, but at least one. What
-    /// lingers counts.
+    /// Makes an empty pool that holds at most `max_bytes` of pages, rounded down to whole segments, but at least one.
+    /// Orphaned segments count.
     pub fn new(name: &str, max_bytes: u64) -> Pool {
         Pool::within(name, max_bytes, Room::default())
     }
@@ -281,7 +281,7 @@ impl Pool {
             published: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             huge: Huge::default(),
-            lingering: std::sync::Mutex::default(),
+            orphaned: std::sync::Mutex::default(),
             name: name.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c)).take(64).collect(),
         }
     }
@@ -352,8 +352,7 @@ impl Pool {
     fn add_segment(&self) -> Result<Arc<Segment>, PublishError> {
         let mut segments = write(&self.segments);
         // Under the lock, for others add some as well.
-        let held =
-            self.live_segments.load(Ordering::Relaxed) + self.lingering(|lingering| lingering.bytes.len() as u64);
+        let held = self.live_segments.load(Ordering::Relaxed) + self.orphaned(|orphaned| orphaned.bytes.len() as u64);
         let full = PublishError::Full { max_bytes: self.max_bytes };
         if (held + 1) * SEGMENT_LEN as u64 > self.max_bytes {
             return Err(full);
@@ -392,10 +391,10 @@ impl Pool {
         self.open.iter().map(rest).sum::<u64>() - SEGMENT_LEN as u64
     }
 
-    fn lingering<T>(&self, f: impl FnOnce(&mut Lingering) -> T) -> T {
-        let mut lingering = pagefold_os::sync::lock(&self.lingering);
-        lingering.look();
-        f(&mut lingering)
+    fn orphaned<T>(&self, f: impl FnOnce(&mut OrphanedSegments) -> T) -> T {
+        let mut orphaned = pagefold_os::sync::lock(&self.orphaned);
+        orphaned.look();
+        f(&mut orphaned)
     }
 
     fn segment(&self, number: u32) -> Option<Arc<Segment>> {
@@ -548,7 +547,7 @@ impl Pool {
         }
         segments.by_inode.remove(&held.inode());
         // While we have it: it is not gone yet.
-        self.lingering(|lingering| lingering.add(&held));
+        self.orphaned(|orphaned| orphaned.add(&held));
         lock(&self.free).push_back(segment);
         self.live_segments.fetch_sub(1, Ordering::Relaxed);
         self.released.fetch_add(1, Ordering::Relaxed);
@@ -569,7 +568,7 @@ impl Pool {
             bytes: self.bytes.load(Ordering::Relaxed),
             metadata_bytes: segments * segment::METADATA_BYTES as u64,
             segments_released: self.released.load(Ordering::Relaxed),
-            lingering_bytes: self.lingering(|lingering| lingering.bytes.values().sum()),
+            orphaned_bytes: self.orphaned(|orphaned| orphaned.bytes.values().sum()),
         }
     }
 }

@@ -38,7 +38,7 @@ fn pages_come_back_and_runs_are_neighbours() {
 }
 
 #[test]
-fn nobody_can_change_a_published_slot() {
+fn no_process_can_change_a_published_slot() {
     let pool = Pool::new("test", 64 << 20);
     let one = page(1);
     for filling in [true, false] {
@@ -245,8 +245,8 @@ fn an_orphan_keeps_its_pages() {
     assert!(pool.release(slot.segment(), |_, _| {}));
     // SAFETY: the mapping is one page long and ours.
     assert_eq!(unsafe { *orphan.as_ptr().cast::<Page>() }, page(42));
-    let bytes = |pool: &Pool| (pool.stats().bytes, pool.stats().lingering_bytes);
-    assert_eq!(bytes(&pool), (0, PAGE_SIZE as u64), "it is told of");
+    let bytes = |pool: &Pool| (pool.stats().bytes, pool.stats().orphaned_bytes);
+    assert_eq!(bytes(&pool), (0, PAGE_SIZE as u64), "it is counted");
     drop(orphan);
     assert_eq!(bytes(&pool), (0, 0));
 }
@@ -263,7 +263,7 @@ fn a_released_segment_counts_towards_the_limit_while_mapped() {
     let [first, second] = [(); 2].map(|()| fill().unwrap());
     let fd = pool.segment_fd(first.segment()).unwrap();
     assert!(pool.release(first.segment(), |_, _| {}) && pool.release(second.segment(), |_, _| {}));
-    assert!(fill().is_ok(), "one lingers, one is gone");
+    assert!(fill().is_ok(), "one is orphaned, one is freed");
     assert!(matches!(fill(), Err(PublishError::Full { .. })));
     drop(fd);
     assert!(fill().is_ok());

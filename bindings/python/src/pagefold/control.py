@@ -227,12 +227,12 @@ class Daemon:
     def _move(self, what: str, pid: Optional[int], cgroup: Optional[str], everyone: bool) -> Moved:
         if [pid is not None, cgroup is not None, everyone].count(True) != 1:
             raise TypeError(f"{what}() takes one of pid, cgroup and all=True")
-        whom: object = "all"
+        clients: object = "all"
         if pid is not None:
-            whom = {"pid": pid}
+            clients = {"pid": pid}
         elif cgroup is not None:
-            whom = {"cgroup": cgroup}
-        moved = self._part({"ask": what, "whom": whom}, "moved")
+            clients = {"cgroup": cgroup}
+        moved = self._part({"ask": what, "clients": clients}, "moved")
         return Moved(clients=int(moved["clients"]), pages=int(moved["pages"]))
 
 

@@ -130,7 +130,7 @@ impl LiveClients {
             live.last_busy = Instant::now();
         } else if live.last_busy.elapsed() >= idle
             // Only this pool accounts for its segments that processes which left still map; they count towards its largest size.
-            && live.domain.pool().stats().lingering_bytes == 0
+            && live.domain.pool().stats().orphaned_bytes == 0
             && let Some(live) = domains.remove(key)
         {
             let events = live.domain.stats().events;
@@ -359,8 +359,8 @@ pub(crate) mod tests {
             self.wake_workers();
         }
 
-        fn lingering_bytes(&self) -> u64 {
-            lock(&self.domains).values().map(|live| live.domain.pool().stats().lingering_bytes).sum()
+        fn orphaned_bytes(&self) -> u64 {
+            lock(&self.domains).values().map(|live| live.domain.pool().stats().orphaned_bytes).sum()
         }
     }
 
@@ -388,7 +388,7 @@ pub(crate) mod tests {
         domain.pool().close_open_segments();
         assert!(domain.pool().release(first.segment(), |_, _| ()));
         clients.retire(&key, Duration::ZERO);
-        assert_eq!(clients.lingering_bytes(), PAGE_SIZE as u64);
+        assert_eq!(clients.orphaned_bytes(), PAGE_SIZE as u64);
         drop(shown);
         clients.retire(&key, Duration::ZERO);
         assert!(lock(&clients.domains).is_empty());

@@ -25,7 +25,7 @@ pub(crate) struct Group {
     pub(crate) clients: Mutex<BTreeMap<u32, Arc<Client>>>,
     /// Processor time of the agents of clients that have ended; changes while `clients` is held.
     pub(crate) past_cpu_ns: AtomicU64,
-    pub(crate) next_region: AtomicU32,
+    pub(crate) next_client_id: AtomicU32,
     pub(crate) config: Config,
     pub(crate) keeper: Arc<Mutex<Option<Keeper>>>,
     pub(crate) awake: Arc<Awake>,
@@ -67,9 +67,9 @@ impl Group {
     }
 
     /// Removes a client, which has ended.
-    pub(crate) fn remove(&self, region: u32) {
+    pub(crate) fn remove(&self, client_id: u32) {
         let mut clients = lock(&self.clients);
-        let Some(client) = clients.remove(&region) else { return };
+        let Some(client) = clients.remove(&client_id) else { return };
         self.past_cpu_ns.fetch_add(client.counters.agent_cpu_ns.load(Ordering::Relaxed), Ordering::Relaxed);
         drop(clients);
         client.gone.store(true, Ordering::Release);
@@ -78,7 +78,7 @@ impl Group {
         }
         // A thread that talks to its agent finds the connection ended; after that nothing is stored for it any more.
         let _held = lock(&client.link);
-        self.tier.remove_client(region);
+        self.tier.remove_client(client_id);
     }
 
     /// The name under which the keeper holds the tier.
@@ -88,7 +88,7 @@ impl Group {
 
     /// The name under which the keeper holds a client.
     pub(crate) fn name_of(&self, client: &Client) -> String {
-        records::client_name(self.id, client.region, client.token, client.pid, client.uid)
+        records::client_name(self.id, client.client_id, client.token, client.pid, client.uid)
     }
 
     /// Processor time of the agents of all clients that there are and were.

@@ -58,7 +58,7 @@ pub(crate) fn greet(
         return Err(GreetError::Protocol);
     };
     let handed = ClientDescriptors { uffd: Uffd::from_fd(uffd), table, pagemap };
-    let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
+    let who = Identity { client_id: 0, token: 0, pid: cred.pid, uid: cred.uid };
     // Last: a process that greets and hangs up must not make a group.
     let group = tiers.group(&key, hello.count).map_err(GreetError::Cold)?;
     let result = attach(tiers, &group, who, handed, link, &ready, hello);
@@ -87,7 +87,7 @@ fn attach(
     let known = match find_known(group, &new) {
         // Its agent never heard that it was a client, and has registered nothing with the earlier descriptor.
         Some(client) if is_bare => {
-            group.remove(client.region);
+            group.remove(client.client_id);
             None
         }
         known => known,
@@ -128,9 +128,9 @@ fn enable(uffd: &Uffd, is_bare: bool) -> Result<(), Errno> {
 /// The client of the group that `new` is already, by its residency map.
 fn find_known(group: &Group, new: &Client) -> Option<Arc<Client>> {
     let head = new.table.head();
-    let region = head.client_id.load(Ordering::Acquire) as u32;
+    let client_id = head.client_id.load(Ordering::Acquire) as u32;
     let (token, arena) = (head.token.load(Ordering::Relaxed), head.arena.load(Ordering::Relaxed));
-    let known = lock(&group.clients).get(&region).cloned();
+    let known = lock(&group.clients).get(&client_id).cloned();
     known.filter(|client| {
         arena == group.id
             && client.token == token
@@ -154,8 +154,8 @@ fn check_limits(tiers: &Tiers, new: &Client) -> Result<(), Errno> {
 /// Adds a client to the group, leaves it with the keeper, and starts its thread.
 fn add(tiers: &Tiers, group: &Arc<Group>, mut new: Client) -> Result<Arc<Client>, Errno> {
     poison_earlier(&new);
-    let region = group.next_region.fetch_add(1, Ordering::Relaxed);
-    (new.region, new.token) = (region, random_id());
+    let client_id = group.next_client_id.fetch_add(1, Ordering::Relaxed);
+    (new.client_id, new.token) = (client_id, random_id());
     let client = Arc::new(new);
     // In the group before it is left with the keeper: a keeper that replaces this one is given all clients of the group.
     let mut clients = lock(&group.clients);
@@ -163,17 +163,17 @@ fn add(tiers: &Tiers, group: &Arc<Group>, mut new: Client) -> Result<Arc<Client>
         // The handshake took longer than a tier without clients is kept.
         return Err(Errno(libc::EAGAIN));
     }
-    clients.insert(region, client.clone());
+    clients.insert(client_id, client.clone());
     drop(clients);
     let head = client.table.head();
     head.token.store(client.token, Ordering::Relaxed);
     head.arena.store(group.id, Ordering::Relaxed);
-    head.client_id.store(u64::from(region), Ordering::Release);
+    head.client_id.store(u64::from(client_id), Ordering::Release);
     let kept = lock(&tiers.keeper).as_ref().map_or(Ok(()), |keeper| deposit_client(group, keeper, &client));
     if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
         // It keeps its memory, and may ask again.
         head.client_id.store(0, Ordering::Release);
-        group.remove(region);
+        group.remove(client_id);
         return Err(Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)));
     }
     Ok(client)
@@ -246,14 +246,14 @@ mod tests {
         };
         let (ours, _theirs) = sock::pair().unwrap();
         let link = AgentConnection::new(Arc::new(ours.into())).unwrap();
-        let who = Identity { region: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
+        let who = Identity { client_id: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
         let ready = Packet { a: 1, b: CPU_BEFORE_NS, ..Packet::new(Op::Ready) };
         super::attach(cold, group, who, copy, link, &ready, &Packet::new(Op::Hello))
     }
 
     fn table_of(handed: &ClientDescriptors) -> u64 {
         let mut word = [0; 8];
-        // The region's number is the second word of the head.
+        // The client id is the second word of the head.
         handed.table.read_at(&mut word, 8).unwrap();
         u64::from_ne_bytes(word)
     }
@@ -289,7 +289,7 @@ mod tests {
             client.counters.agent_cpu_ns.store(5, std::sync::atomic::Ordering::Relaxed);
         }
         assert_eq!(agents_cpu_ns(&cold), 5 * regions.len() as u64);
-        regions.into_iter().for_each(|region| group.remove(region));
+        regions.into_iter().for_each(|client_id| group.remove(client_id));
         assert_eq!(agents_cpu_ns(&cold), 5 * CLIENTS_PER_PROCESS as u64);
     }
 
@@ -325,7 +325,7 @@ mod tests {
         };
         assert_eq!(counted(CPU_BEFORE_NS), 0);
         assert_eq!(counted(CPU_BEFORE_NS + 1), 1);
-        group.remove(client.region);
+        group.remove(client.client_id);
     }
 
     /// The answer to a greeting does not arrive, so the agent greets again, with another descriptor and the same table.
@@ -351,6 +351,6 @@ mod tests {
         // Else the mapping's end would wait for a reader that a wrong answer says is not there.
         handed.uffd.unregister(range).unwrap();
         assert_eq!(registered, Ok(()));
-        group.remove(clients[0].region);
+        group.remove(clients[0].client_id);
     }
 }

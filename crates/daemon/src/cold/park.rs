@@ -9,8 +9,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 /// Evicts everything of these clients; returns (clients, pages), `None` if there is no such client.
-pub(crate) fn park(tiers: &Tiers, whom: &ClientSelector) -> Option<(u64, u64)> {
-    let clients = tiers.clients_of(whom);
+pub(crate) fn park(tiers: &Tiers, selector: &ClientSelector) -> Option<(u64, u64)> {
+    let clients = tiers.clients_of(selector);
     let mut pages = 0;
     for (group, client) in &clients {
         pages += evict::park::park(group, client).unwrap_or(0);
@@ -24,8 +24,8 @@ pub(crate) fn park(tiers: &Tiers, whom: &ClientSelector) -> Option<(u64, u64)> {
 
 /// Brings everything of these clients back that their limits have room for. A client that is merged live as well leaves the tier if
 /// that is all. Returns as [`park`].
-pub(crate) fn unpark(tiers: &Tiers, whom: &ClientSelector) -> Option<(u64, u64)> {
-    let clients = tiers.clients_of(whom);
+pub(crate) fn unpark(tiers: &Tiers, selector: &ClientSelector) -> Option<(u64, u64)> {
+    let clients = tiers.clients_of(selector);
     let pages = clients.iter().map(|(group, client)| evict::park::unpark(group, client)).sum();
     processes(&clients).map(|count| (count, pages))
 }
@@ -50,10 +50,10 @@ mod tests {
     fn a_process_counts_once() {
         let Some((first, _memory)) = client::tests::own(0, 1) else { return };
         let Some((mut second, _memory)) = client::tests::own(0, 1) else { return };
-        second.region = 2;
+        second.client_id = 2;
         let (_dir, cold, group) = with_group(Config::default());
         assert_eq!(park(&cold, &ClientSelector::All), None);
-        lock(&group.clients).extend([first, second].map(|client| (client.region, Arc::new(client))));
+        lock(&group.clients).extend([first, second].map(|client| (client.client_id, Arc::new(client))));
         assert_eq!(
             (park(&cold, &ClientSelector::All), unpark(&cold, &ClientSelector::All)),
             (Some((1, 0)), Some((1, 0)))

@@ -11,7 +11,7 @@ use std::sync::mpsc::{self, Receiver, SyncSender};
 
 /// Pages of a client to bring back.
 pub(crate) struct Job {
-    pub(crate) region: u32,
+    pub(crate) client_id: u32,
     pub(crate) pages: Range<u64>,
 }
 
@@ -42,9 +42,9 @@ impl Prefetcher {
     }
 
     /// Has pages of a client brought back; false if the prefetcher is busy.
-    pub(crate) fn offer(&self, region: u32, pages: Range<u64>) -> bool {
+    pub(crate) fn offer(&self, client_id: u32, pages: Range<u64>) -> bool {
         self.move_off_this_cpu();
-        self.jobs.try_send(Job { region, pages }).is_ok()
+        self.jobs.try_send(Job { client_id, pages }).is_ok()
     }
 
     /// Moves the prefetcher to another processor than the caller's. The caller goes on working there, and a prefetcher that

@@ -59,9 +59,9 @@ fn run_prefetcher(jobs: &Receiver<Job>, group: &Weak<Group>) {
         group.prefetcher.set_thread();
     }
     let mut buffer = vec![[0; PAGE_SIZE]; CLUSTER_PAGES];
-    while let Ok(Job { region, pages }) = jobs.recv() {
+    while let Ok(Job { client_id, pages }) = jobs.recv() {
         let Some(group) = group.upgrade() else { return };
-        let client = lock(&group.clients).get(&region).cloned();
+        let client = lock(&group.clients).get(&client_id).cloned();
         if let Some(client) = client {
             client.bring_ahead(&group.tier, pages, &mut buffer);
         }

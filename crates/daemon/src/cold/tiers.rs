@@ -80,7 +80,7 @@ impl Tiers {
             id,
             clients: Mutex::default(),
             past_cpu_ns: AtomicU64::new(0),
-            next_region: AtomicU32::new(1),
+            next_client_id: AtomicU32::new(1),
             config: self.config.clone(),
             keeper: self.keeper.clone(),
             awake: self.awake.clone(),
@@ -131,10 +131,10 @@ impl Tiers {
         lock(&self.groups.all).values().cloned().collect()
     }
 
-    pub(crate) fn clients_of(&self, whom: &ClientSelector) -> Vec<(Arc<Group>, Arc<Client>)> {
+    pub(crate) fn clients_of(&self, selector: &ClientSelector) -> Vec<(Arc<Group>, Arc<Client>)> {
         let of = |group: &Arc<Group>| -> Vec<(Arc<Group>, Arc<Client>)> {
             let clients = lock(&group.clients);
-            clients.values().filter(|client| whom.has(client.pid)).map(|one| (group.clone(), one.clone())).collect()
+            clients.values().filter(|client| selector.has(client.pid)).map(|one| (group.clone(), one.clone())).collect()
         };
         self.all_groups().iter().flat_map(of).collect()
     }
@@ -145,8 +145,8 @@ impl Tiers {
     }
 
     /// The processes among these clients that are merged live as well.
-    pub(crate) fn leased(&self, whom: &ClientSelector) -> Vec<i32> {
-        let clients = self.clients_of(whom);
+    pub(crate) fn leased(&self, selector: &ClientSelector) -> Vec<i32> {
+        let clients = self.clients_of(selector);
         clients.iter().filter(|(_, one)| one.leased.load(Ordering::Relaxed)).map(|(_, one)| one.pid).collect()
     }
 

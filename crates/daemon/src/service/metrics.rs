@@ -60,126 +60,108 @@ fn plain(open: &str) -> String {
     out
 }
 
-/// A family of one row for each `T`: name, kind, unit, help, value.
-type Family<T> = (&'static str, &'static str, &'static str, &'static str, fn(&T) -> f64);
+/// A family of one row for each `T`: name, kind, help, value.
+type Family<T> = (&'static str, &'static str, &'static str, fn(&T) -> f64);
 
 const OF_DAEMON: &[Family<Status>] = &[
-    ("uptime_seconds", "gauge", "seconds", "Time since the daemon started.", |s| s.uptime_s),
-    ("resident_bytes", "gauge", "bytes", "Memory of the daemon, pool and tier included.", |s| s.resident_bytes as f64),
-    ("workers", "gauge", "", "Worker threads per domain.", |s| s.workers as f64),
-    ("scan_interval_seconds", "gauge", "seconds", "Time between two scans for writes.", |s| s.scan_interval_s),
-    ("clients", "gauge", "", "Processes that are merged live.", |s| s.clients.len() as f64),
-    ("unmanaged_processes", "gauge", "", "Processes that could not be managed, of the last 64.", |s| {
+    ("uptime_seconds", "gauge", "Time since the daemon started.", |s| s.uptime_s),
+    ("resident_bytes", "gauge", "Memory of the daemon, pool and tier included.", |s| s.resident_bytes as f64),
+    ("workers", "gauge", "Worker threads per domain.", |s| s.workers as f64),
+    ("scan_interval_seconds", "gauge", "Time between two scans for writes.", |s| s.scan_interval_s),
+    ("clients", "gauge", "Processes that are merged live.", |s| s.clients.len() as f64),
+    ("unmanaged_processes", "gauge", "Processes that could not be managed, of the last 64.", |s| {
         s.unmanaged_processes.len() as f64
     }),
-    ("process_bytes", "gauge", "bytes", "Memory of daemon, keeper and agents beyond pool, records and tier.", |s| {
+    ("process_bytes", "gauge", "Memory of daemon, keeper and agents beyond pool, records and tier.", |s| {
         s.totals.process_bytes as f64
     }),
-    ("saved_bytes", "gauge", "bytes", "Memory saved by live merging, less all that pagefold uses.", |s| {
+    ("saved_bytes", "gauge", "Memory saved by live merging, less all that pagefold uses.", |s| {
         s.totals.saved_bytes as f64
     }),
-    ("cpu_seconds", "counter", "seconds", "Processor time of daemon and agents.", |s| s.totals.cpu_ns as f64 / 1e9),
+    ("cpu_seconds", "counter", "Processor time of daemon and agents.", |s| s.totals.cpu_ns as f64 / 1e9),
 ];
 
 const OF_DOMAINS: &[Family<DomainStats>] = &[
-    ("pages", "gauge", "", "Managed pages.", |d| d.pages as f64),
-    ("pages_shared", "gauge", "", "Slots in use.", |d| d.pages_shared as f64),
-    ("pages_sharing", "gauge", "", "Mappings of slots.", |d| d.pages_sharing as f64),
-    ("pages_zero", "gauge", "", "Zero pages dropped and still holes.", |d| d.pages_zero as f64),
-    ("pages_unshared", "gauge", "", "Pages unwritten for two scans, without an equal page.", |d| {
-        d.pages_unshared as f64
-    }),
-    ("pages_volatile", "gauge", "", "Pages that change.", |d| d.pages_volatile as f64),
-    ("pool_bytes", "gauge", "bytes", "Bytes in pool segments.", |d| d.pool_bytes as f64),
-    ("pool_orphaned_bytes", "gauge", "bytes", "Released pool segments that processes still map.", |d| {
+    ("pages", "gauge", "Managed pages.", |d| d.pages as f64),
+    ("pages_shared", "gauge", "Slots in use.", |d| d.pages_shared as f64),
+    ("pages_sharing", "gauge", "Mappings of slots.", |d| d.pages_sharing as f64),
+    ("pages_zero", "gauge", "Zero pages dropped and still holes.", |d| d.pages_zero as f64),
+    ("pages_unshared", "gauge", "Pages unwritten for two scans, without an equal page.", |d| d.pages_unshared as f64),
+    ("pages_volatile", "gauge", "Pages that change.", |d| d.pages_volatile as f64),
+    ("pool_bytes", "gauge", "Bytes in pool segments.", |d| d.pool_bytes as f64),
+    ("pool_orphaned_bytes", "gauge", "Released pool segments that processes still map.", |d| {
         d.pool_orphaned_bytes as f64
     }),
-    ("pool_max_bytes", "gauge", "bytes", "Largest size of the pool.", |d| d.pool_max_bytes as f64),
-    ("metadata_bytes", "gauge", "bytes", "Index, tables and ledgers.", |d| d.metadata_bytes as f64),
-    ("mapping_bytes", "gauge", "bytes", "Kernel mappings that merging costs, estimated.", |d| d.mapping_bytes as f64),
-    ("deduplicated_bytes", "gauge", "bytes", "Shared and zero pages of clients, before costs.", |d| {
-        d.deduplicated_bytes as f64
-    }),
-    ("general_profit", "gauge", "", "Deduplicated bytes less pool, records and mappings, as KSM counts.", |d| {
+    ("pool_max_bytes", "gauge", "Largest size of the pool.", |d| d.pool_max_bytes as f64),
+    ("metadata_bytes", "gauge", "Index, tables and ledgers.", |d| d.metadata_bytes as f64),
+    ("mapping_bytes", "gauge", "Kernel mappings that merging costs, estimated.", |d| d.mapping_bytes as f64),
+    ("deduplicated_bytes", "gauge", "Shared and zero pages of clients, before costs.", |d| d.deduplicated_bytes as f64),
+    ("general_profit", "gauge", "Deduplicated bytes less pool, records and mappings, as KSM counts.", |d| {
         d.general_profit as f64
     }),
-    ("full_scans", "counter", "", "Scans for writes, summed over clients.", |d| d.events.full_scans as f64),
-    ("scans_skipped", "counter", "", "Scans without a page fault since the last one.", |d| {
-        d.events.scans_skipped as f64
-    }),
-    ("pages_fingerprinted", "counter", "", "Pages read and fingerprinted.", |d| d.events.pages_fingerprinted as f64),
-    ("pages_merged", "counter", "", "Pages mapped to slots.", |d| d.events.pages_merged as f64),
-    ("pages_predicted", "counter", "", "Pages merged without a fingerprint.", |d| d.events.pages_predicted as f64),
-    ("pages_zeroed", "counter", "", "Zero pages dropped.", |d| d.events.pages_zeroed as f64),
-    ("cow_breaks", "counter", "", "Merged pages written again.", |d| d.events.cow_breaks as f64),
-    ("pages_restored", "counter", "", "Written pages turned back into plain memory.", |d| {
-        d.events.pages_restored as f64
-    }),
-    ("pages_compacted", "counter", "", "Merged pages moved to free a pool segment.", |d| {
-        d.events.pages_compacted as f64
-    }),
-    ("pages_discarded", "counter", "", "Merged pages discarded or unmapped by the program.", |d| {
+    ("full_scans", "counter", "Scans for writes, summed over clients.", |d| d.events.full_scans as f64),
+    ("scans_skipped", "counter", "Scans without a page fault since the last one.", |d| d.events.scans_skipped as f64),
+    ("pages_fingerprinted", "counter", "Pages read and fingerprinted.", |d| d.events.pages_fingerprinted as f64),
+    ("pages_merged", "counter", "Pages mapped to slots.", |d| d.events.pages_merged as f64),
+    ("pages_predicted", "counter", "Pages merged without a fingerprint.", |d| d.events.pages_predicted as f64),
+    ("pages_zeroed", "counter", "Zero pages dropped.", |d| d.events.pages_zeroed as f64),
+    ("cow_breaks", "counter", "Merged pages written again.", |d| d.events.cow_breaks as f64),
+    ("pages_restored", "counter", "Written pages turned back into plain memory.", |d| d.events.pages_restored as f64),
+    ("pages_compacted", "counter", "Merged pages moved to free a pool segment.", |d| d.events.pages_compacted as f64),
+    ("pages_discarded", "counter", "Merged pages discarded or unmapped by the program.", |d| {
         d.events.pages_discarded as f64
     }),
-    ("runs_merged", "counter", "", "Runs that were mapped.", |d| d.events.runs_merged as f64),
-    ("compare_failed", "counter", "", "Comparisons that failed.", |d| d.events.compare_failed as f64),
-    ("over_vma_budget_runs", "counter", "", "Runs not merged: the budget of mappings was used up.", |d| {
+    ("runs_merged", "counter", "Runs that were mapped.", |d| d.events.runs_merged as f64),
+    ("compare_failed", "counter", "Comparisons that failed.", |d| d.events.compare_failed as f64),
+    ("over_vma_budget_runs", "counter", "Runs not merged: the budget of mappings was used up.", |d| {
         d.events.over_vma_budget_runs as f64
     }),
-    ("pool_full_pages", "counter", "", "Pages not merged: the pool was full.", |d| d.events.pool_full_pages as f64),
-    ("segment_alloc_failed_pages", "counter", "", "Pages not merged: no memory or descriptors for a segment.", |d| {
+    ("pool_full_pages", "counter", "Pages not merged: the pool was full.", |d| d.events.pool_full_pages as f64),
+    ("segment_alloc_failed_pages", "counter", "Pages not merged: no memory or descriptors for a segment.", |d| {
         d.events.segment_alloc_failed_pages as f64
     }),
-    ("watch_seconds", "counter", "seconds", "Time in the watch stage.", |d| d.events.watch_ns as f64 / 1e9),
-    ("fingerprint_seconds", "counter", "seconds", "Time spent reading and fingerprinting.", |d| {
+    ("watch_seconds", "counter", "Time in the watch stage.", |d| d.events.watch_ns as f64 / 1e9),
+    ("fingerprint_seconds", "counter", "Time spent reading and fingerprinting.", |d| {
         d.events.fingerprint_ns as f64 / 1e9
     }),
-    ("index_seconds", "counter", "seconds", "Time in the index and publishing.", |d| d.events.index_ns as f64 / 1e9),
-    ("remap_seconds", "counter", "seconds", "Time in remaps, as workers measure it.", |d| {
-        d.events.remap_ns as f64 / 1e9
-    }),
+    ("index_seconds", "counter", "Time in the index and publishing.", |d| d.events.index_ns as f64 / 1e9),
+    ("remap_seconds", "counter", "Time in remaps, as workers measure it.", |d| d.events.remap_ns as f64 / 1e9),
 ];
 
 const OF_TIERS: &[Family<ColdDomain>] = &[
-    ("cold_bytes", "gauge", "bytes", "Clients' pages in the tier.", |t| t.cold_bytes as f64),
-    ("cold_memory_bytes", "gauge", "bytes", "Memory of the tier, indexes included.", |t| t.memory_bytes as f64),
-    ("cold_metadata_bytes", "gauge", "bytes", "Of that: indexes.", |t| t.metadata_bytes as f64),
-    ("cold_max_bytes", "gauge", "bytes", "Largest memory of the tier.", |t| t.max_bytes as f64),
-    ("cold_compression_ratio", "gauge", "ratio", "Cold bytes for each byte of memory.", |t| t.compression_ratio),
-    ("cold_pages", "gauge", "", "Pages in the tier.", |t| t.pages as f64),
-    ("cold_unique_pages", "gauge", "", "Of those: different contents.", |t| t.unique_pages as f64),
-    ("cold_unique_pages_dense", "gauge", "", "Unique pages by Zstandard or as a patch.", |t| {
-        t.unique_pages_dense as f64
-    }),
-    ("cold_pages_filled", "gauge", "", "Pages of one repeated word.", |t| t.pages_filled as f64),
-    ("cold_disk_bytes", "gauge", "bytes", "Written to the tier's file.", |t| t.disk_bytes as f64),
-    ("cold_waste_bytes", "gauge", "bytes", "Free slots and ends of slabs.", |t| t.waste_bytes as f64),
-    ("cold_pages_recompressed", "counter", "", "Unique pages that the cleaner recompressed.", |t| {
+    ("cold_bytes", "gauge", "Clients' pages in the tier.", |t| t.cold_bytes as f64),
+    ("cold_memory_bytes", "gauge", "Memory of the tier, indexes included.", |t| t.memory_bytes as f64),
+    ("cold_metadata_bytes", "gauge", "Of that: indexes.", |t| t.metadata_bytes as f64),
+    ("cold_max_bytes", "gauge", "Largest memory of the tier.", |t| t.max_bytes as f64),
+    ("cold_compression_ratio", "gauge", "Cold bytes for each byte of memory.", |t| t.compression_ratio),
+    ("cold_pages", "gauge", "Pages in the tier.", |t| t.pages as f64),
+    ("cold_unique_pages", "gauge", "Of those: different contents.", |t| t.unique_pages as f64),
+    ("cold_unique_pages_dense", "gauge", "Unique pages by Zstandard or as a patch.", |t| t.unique_pages_dense as f64),
+    ("cold_pages_filled", "gauge", "Pages of one repeated word.", |t| t.pages_filled as f64),
+    ("cold_disk_bytes", "gauge", "Written to the tier's file.", |t| t.disk_bytes as f64),
+    ("cold_waste_bytes", "gauge", "Free slots and ends of slabs.", |t| t.waste_bytes as f64),
+    ("cold_pages_recompressed", "counter", "Unique pages that the cleaner recompressed.", |t| {
         t.pages_recompressed as f64
     }),
-    ("cold_stores_refused", "counter", "", "Stores refused: the tier was full.", |t| t.stores_refused as f64),
-    ("cold_loads_failed", "counter", "", "Loads that failed.", |t| t.loads_failed as f64),
+    ("cold_stores_refused", "counter", "Stores refused: the tier was full.", |t| t.stores_refused as f64),
+    ("cold_loads_failed", "counter", "Loads that failed.", |t| t.loads_failed as f64),
 ];
 
 const OF_COLD_CLIENTS: &[Family<ColdClient>] = &[
-    ("cold_pages_out", "gauge", "", "Pages of this client in the tier.", |c| c.pages_out as f64),
-    ("cold_idle_seconds", "gauge", "seconds", "Idle time after which its pages are evicted.", |c| c.idle_s),
-    ("cold_pages_evicted", "counter", "", "Pages evicted.", |c| c.pages_evicted as f64),
-    ("cold_pages_returned", "counter", "", "Pages returned by faults, prefetch and unpark.", |c| {
-        c.pages_returned as f64
-    }),
-    ("cold_refaults", "counter", "", "Faults on evicted pages.", |c| c.refaults as f64),
-    ("cold_zero_faults", "counter", "", "Faults on fresh pages of regions with evicted pages.", |c| {
-        c.zero_faults as f64
-    }),
-    ("cold_pages_lost", "counter", "", "Pages lost: a touch is SIGBUS.", |c| c.pages_lost as f64),
-    ("cold_agent_cpu_seconds", "counter", "seconds", "Processor time of its agent.", |c| c.agent_cpu_ns as f64 / 1e9),
+    ("cold_pages_out", "gauge", "Pages of this client in the tier.", |c| c.pages_out as f64),
+    ("cold_idle_seconds", "gauge", "Idle time after which its pages are evicted.", |c| c.idle_s),
+    ("cold_pages_evicted", "counter", "Pages evicted.", |c| c.pages_evicted as f64),
+    ("cold_pages_returned", "counter", "Pages returned by faults, prefetch and unpark.", |c| c.pages_returned as f64),
+    ("cold_refaults", "counter", "Faults on evicted pages.", |c| c.refaults as f64),
+    ("cold_zero_faults", "counter", "Faults on fresh pages of regions with evicted pages.", |c| c.zero_faults as f64),
+    ("cold_pages_lost", "counter", "Pages lost: a touch is SIGBUS.", |c| c.pages_lost as f64),
+    ("cold_agent_cpu_seconds", "counter", "Processor time of its agent.", |c| c.agent_cpu_ns as f64 / 1e9),
 ];
 
 /// Renders `status` as OpenMetrics families; the end mark is left to the caller.
 pub fn render(status: &Status) -> String {
     let mut out = String::new();
-    head(&mut out, "build", "info", "", "The daemon's version.");
+    head(&mut out, "build", "info", "The daemon's version.");
     let _ = writeln!(out, "pagefold_build_info{{version=\"{}\"}} 1", escape(&status.version));
     families(&mut out, OF_DAEMON, &[(String::new(), status)]);
     // Users may each have a domain of one name.
@@ -189,7 +171,7 @@ pub fn render(status: &Status) -> String {
     };
     families(&mut out, OF_DOMAINS, &rows(&status.domains, |d| domain(d.uid, &d.name)));
     // Frozen pages make their program wait; four entries to an octave are more than a graph needs.
-    head(&mut out, "freeze_seconds", "histogram", "seconds", "Times that pages of a client were frozen.");
+    head(&mut out, "freeze_seconds", "histogram", "Times that pages of a client were frozen.");
     for (labels, client) in rows(&status.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name)) {
         let end = |bucket| wait_histogram::bucket_end(bucket) as f64 / 1e6;
         buckets(&mut out, "freeze_seconds", &labels, &client.freeze_us, end, |bucket| bucket % 4 == 3);
@@ -197,13 +179,13 @@ pub fn render(status: &Status) -> String {
     let tiers = rows(&status.cold.domains, |t| domain(t.uid, &t.name));
     families(&mut out, OF_TIERS, &tiers);
     let log2_end = |bucket| (1u64 << bucket) as f64 / 1e6;
-    head(&mut out, "cold_load_seconds", "histogram", "seconds", "Time of a load from the tier.");
+    head(&mut out, "cold_load_seconds", "histogram", "Time of a load from the tier.");
     for (labels, tier) in &tiers {
         buckets(&mut out, "cold_load_seconds", labels, &tier.load_us_log2, log2_end, |_| true);
     }
     let cold = rows(&status.cold.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name));
     families(&mut out, OF_COLD_CLIENTS, &cold);
-    head(&mut out, "cold_fault_seconds", "histogram", "seconds", "From reading a fault to answering it.");
+    head(&mut out, "cold_fault_seconds", "histogram", "From reading a fault to answering it.");
     for (labels, client) in &cold {
         let count = buckets(&mut out, "cold_fault_seconds", labels, &client.fault_us_log2, log2_end, |_| true);
         let _ = writeln!(out, "pagefold_cold_fault_seconds_count{{{labels}}} {count}");
@@ -221,17 +203,18 @@ fn rows<T>(all: &[T], labels: impl Fn(&T) -> String) -> Vec<(String, &T)> {
     rows
 }
 
-fn head(out: &mut String, name: &str, kind: &str, unit: &str, help: &str) {
+fn head(out: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(out, "# TYPE pagefold_{name} {kind}");
-    if !unit.is_empty() {
+    // OpenMetrics: a name ends with its unit.
+    if let Some((_, unit @ ("seconds" | "bytes" | "ratio"))) = name.rsplit_once('_') {
         let _ = writeln!(out, "# UNIT pagefold_{name} {unit}");
     }
     let _ = writeln!(out, "# HELP pagefold_{name} {help}");
 }
 
 fn families<T>(out: &mut String, families: &[Family<T>], rows: &[(String, &T)]) {
-    for (name, kind, unit, help, value) in families {
-        head(out, name, kind, unit, help);
+    for (name, kind, help, value) in families {
+        head(out, name, kind, help);
         let suffix = if *kind == "counter" { "_total" } else { "" };
         for (labels, of) in rows {
             let braced = if labels.is_empty() { String::new() } else { format!("{{{labels}}}") };

@@ -33,7 +33,7 @@ pub fn child_that_mounts_twice() {
     println!("SAME {}", attributes() == before);
 }
 
-/// In a child process: makes the image's shelf, and ends mounted.
+/// In a child process: makes the image's link farm, and ends mounted.
 #[test]
 pub fn child_that_mounts_first() {
     let Ok(arguments) = std::env::var("PAGEFOLD_TEST_FIRST") else { return };

@@ -66,7 +66,7 @@ fn images_are_mounted_and_run_on_full_and_read_only_disks() {
         fs::write(other.join("name"), name).unwrap();
         build_dir(&store, name, &other).unwrap();
     }
-    // One image has a shelf, one has none, and one has a metadata directory made without a shelf.
+    // One image has a link farm, one has none, and one has a metadata directory made without a link farm.
     mount::mount(&store, &run, &at, &Options::default()).unwrap();
     umount(&at);
     let (old, new) = (store.image("old").unwrap(), store.image("new").unwrap());
@@ -79,8 +79,8 @@ fn images_are_mounted_and_run_on_full_and_read_only_disks() {
     assert!(store.tree_path(&old.digest).with_extension("rootdir").exists());
     mount::mount(&store, &old, &at, &Options::default()).unwrap();
     umount(&at);
-    let shelf = |record: &Record| store.tree_path(&record.digest).with_extension("shelf");
-    assert!(shelf(&old).exists() && shelf(&run).exists() && !shelf(&new).exists());
+    let farm = |record: &Record| store.tree_path(&record.digest).with_extension("shelf");
+    assert!(farm(&old).exists() && farm(&run).exists() && !farm(&new).exists());
 
     let is_free = || {
         let lock = fs::File::open(domain.join("lock")).unwrap();
@@ -108,7 +108,7 @@ fn images_are_mounted_and_run_on_full_and_read_only_disks() {
             let staged = || fs::metadata(domain.join("staging")).unwrap().modified().unwrap();
             let before = staged();
             mount::mount(&store, record, &at, options).unwrap_or_else(|error| panic!("{state}: {error}"));
-            assert!(options.kind == Kind::Directory || staged() == before, "{state}: a shelf there is no room for");
+            assert!(options.kind == Kind::Directory || staged() == before, "{state}: a link farm there is no room for");
             let (file, bytes) = if record.digest == run.digest {
                 ("etc/message", "from the image\n".repeat(20).into_bytes())
             } else {
@@ -123,7 +123,7 @@ fn images_are_mounted_and_run_on_full_and_read_only_disks() {
         }
         assert!(damaged(&store).is_empty(), "{state}");
         stat::stat(&store, &[]).unwrap();
-        assert!(is_free() && !shelf(&new).exists(), "{state}");
+        assert!(is_free() && !farm(&new).exists(), "{state}");
         if state == "no inodes" || state == "read-only" {
             assert!(build_dir(&store, "built", &other).is_err());
         }
@@ -203,7 +203,7 @@ fn a_full_disk_leaves_no_incomplete_metadata_directory() {
     tree.put(b"d", Inode { meta, kind: FileKind::Dir(Default::default()) }).unwrap();
     let record = store.build().unwrap().publish("x", &tree, "test", Default::default(), vec![]).unwrap();
     let dir = store.tree_path(&record.digest).with_extension("rootdir-shelved");
-    // The first mount makes the shelf.
+    // The first mount makes the link farm.
     mount::mount(&store, &record, &at, &Options::default()).unwrap();
     umount(&at);
     let (mut made, mut failed) = (0, 0);

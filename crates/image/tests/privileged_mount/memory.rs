@@ -118,7 +118,7 @@ fn frames_are_compared_for_unchanged_visible_files() {
 }
 
 #[test]
-fn shelves_of_two_domains_share_nothing() {
+fn link_farms_of_two_domains_share_nothing() {
     let Some(scratch) = Scratch::new() else { return };
     let tree = scratch.dir("tree");
     sample(&tree);
@@ -127,8 +127,8 @@ fn shelves_of_two_domains_share_nothing() {
         let record = build_dir(&store, "x", &tree).unwrap();
         let at = scratch.dir(domain);
         mount::mount(&store, &record, &at, &Options::default()).unwrap();
-        let shelf = store.tree_path(&record.digest).with_extension("shelf");
-        (at, inodes(&shelf).into_iter().map(|file| file.1).collect::<Vec<_>>())
+        let farm = store.tree_path(&record.digest).with_extension("shelf");
+        (at, inodes(&farm).into_iter().map(|file| file.1).collect::<Vec<_>>())
     };
     let ((a, alices), (b, bobs)) = (of("alice"), of("bob"));
     assert!(alices.len() > 1 && alices.len() == bobs.len());

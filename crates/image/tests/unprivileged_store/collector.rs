@@ -246,9 +246,9 @@ fn one_failed_removal_does_not_stop_the_others() {
     }
 }
 
-/// Half a shelf of a killed mount: the blocks of its links belong to the objects.
+/// Half a link farm of a killed mount: the blocks of its links belong to the objects.
 #[test]
-fn a_staged_shelf_is_counted_without_the_blocks_of_its_objects() {
+fn a_staged_link_farm_is_counted_without_the_blocks_of_its_objects() {
     let Fixture { dir: _dir, store, .. } = Fixture::new();
     let (build, mut tree) = (store.build().unwrap(), Tree::default());
     let bytes = vec![9; 4 << 20];

@@ -28,7 +28,7 @@ impl Client {
         let leaving = self.leaving.load(Ordering::SeqCst);
         // Loading needs no lock: what is true at the end counts.
         let load = |(page, place): (u64, &mut Page)| {
-            self.table.state(page * PAGE) == EVICTED && tier.load_quietly(self.region, page, place)
+            self.table.state(page * PAGE) == EVICTED && tier.load_quietly(self.client_id, page, place)
         };
         let loaded: Vec<bool> = pages.clone().zip(&mut *buffer).map(load).collect();
         let _service = self.take_service();
@@ -92,7 +92,7 @@ impl Client {
                     at += 1;
                 }
                 Some(Errno(libc::ENOMEM)) => {
-                    self.starved.store(true, Ordering::Relaxed);
+                    self.lacks_memory.store(true, Ordering::Relaxed);
                     return start..at;
                 }
                 Some(Errno(libc::EAGAIN)) => return start..at,
@@ -110,14 +110,14 @@ impl Client {
 
     pub(crate) fn settle(&self, tier: &Tier, start: u64, end: u64) {
         self.set(start * PAGE, end * PAGE, RESIDENT);
-        tier.discard(self.region, start..end);
+        tier.discard(self.client_id, start..end);
         self.counters.pages_returned.fetch_add(end - start, Ordering::Relaxed);
     }
 
     /// A page cannot be brought back: a thread that touches it gets SIGBUS, never other bytes. If only memory is short, it waits.
     pub(crate) fn lose(&self, tier: &Tier, addr: u64, error: &LoadError) -> Served {
         if is_passing(error) {
-            return self.starve();
+            return self.wait_for_memory();
         }
         let (_, result) = self.uffd.poison(Range::pages_from(addr, 1), 0);
         self.lost(tier, addr, error, result)
@@ -128,7 +128,7 @@ impl Client {
         match result {
             Some(Errno(libc::EAGAIN)) => return Served::Again,
             // Of page tables. Called resident now it would read zeros.
-            Some(Errno(libc::ENOMEM)) => return self.starve(),
+            Some(Errno(libc::ENOMEM)) => return self.wait_for_memory(),
             _ => {}
         }
         // What was moved may have been there all along.
@@ -140,7 +140,7 @@ impl Client {
             );
         }
         if self.table.set_state(addr, RESIDENT) == EVICTED {
-            tier.discard(self.region, addr / PAGE..addr / PAGE + 1);
+            tier.discard(self.client_id, addr / PAGE..addr / PAGE + 1);
         }
         let _ = self.uffd.wake(Range::pages_from(addr, 1));
         if !is_there {
@@ -165,7 +165,7 @@ mod tests {
         let page = memory.addr() / PAGE;
         let store = |byte: u8| {
             let content: Page = std::array::from_fn(|at| if at % 2 == 0 { byte } else { at as u8 });
-            tier.store(client.region, page, &content, pagefold_tier::Effort::Fast).unwrap();
+            tier.store(client.client_id, page, &content, pagefold_tier::Effort::Fast).unwrap();
         };
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), EVICTED);
@@ -193,14 +193,14 @@ mod tests {
         let Some((client, memory)) = own(0, 1) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let page = memory.addr() / PAGE;
-        tier.store(client.region, page, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+        tier.store(client.client_id, page, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), EVICTED);
         let lose = |errno| {
             let source = io::Error::from_raw_os_error(errno);
-            let error = LoadError::ReadBack { client: client.region, page, source };
+            let error = LoadError::ReadBack { client: client.client_id, page, source };
             let waits = matches!(client.lose(&tier, memory.addr(), &error), Served::Again);
-            (waits, tier.contains(client.region, page), client.counters.lost.load(Ordering::Relaxed))
+            (waits, tier.contains(client.client_id, page), client.counters.lost.load(Ordering::Relaxed))
         };
         assert_eq!(lose(libc::ENOMEM), (true, true, 0));
         assert_eq!(lose(libc::EAGAIN), (true, true, 0));
@@ -214,7 +214,7 @@ mod tests {
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), EVICTED);
-        let error = LoadError::NotStored { client: client.region, page: memory.addr() / PAGE };
+        let error = LoadError::NotStored { client: client.client_id, page: memory.addr() / PAGE };
         let lost = |result| {
             let waits = matches!(client.lost(&tier, memory.addr(), &error, result), Served::Again);
             (waits, client.table.state(memory.addr()), client.counters.lost.load(Ordering::Relaxed))

@@ -68,11 +68,11 @@ impl Client {
         self.table.for_each_run(range.start, range.end, FROZEN, |start, end| self.set(start, end, DISCARDED));
         self.table.for_each_run(range.start, range.end, EVICTED, |start, end| {
             self.set(start, end, RESIDENT);
-            tier.discard(self.region, start / PAGE..end / PAGE);
+            tier.discard(self.client_id, start / PAGE..end / PAGE);
         });
         if service.is_moving() {
             for (_, from) in take_range(&mut service.moving, range) {
-                tier.discard(self.region, from / PAGE..from / PAGE + 1);
+                tier.discard(self.client_id, from / PAGE..from / PAGE + 1);
             }
         }
     }
@@ -109,14 +109,14 @@ impl Client {
         self.table.for_each_run(from.start, from.end, FROZEN, |start, end| {
             for addr in (start..end).step_by(PAGE_SIZE).take(most) {
                 most -= 1;
-                let kept = tier.lose_page(self.region, awaited_at(new(addr)) / PAGE).map(|()| awaited_at(new(addr)));
+                let kept = tier.lose_page(self.client_id, awaited_at(new(addr)) / PAGE).map(|()| awaited_at(new(addr)));
                 service.moving.insert(new(addr), kept.unwrap_or(NOWHERE));
                 self.table.set_state(addr, DISCARDED);
             }
         });
         for (was, at) in take_range(&mut service.moving, from) {
             let kept = awaited_at(new(was));
-            let is_kept = at != NOWHERE && tier.copy_page(self.region, at / PAGE, kept / PAGE).is_ok();
+            let is_kept = at != NOWHERE && tier.copy_page(self.client_id, at / PAGE, kept / PAGE).is_ok();
             let at_last = match is_kept {
                 true => kept,
                 // By the name that says where it was a successor would bring it there.
@@ -125,21 +125,21 @@ impl Client {
             };
             service.moving.insert(new(was), at_last);
             if at_last != at {
-                tier.discard(self.region, at / PAGE..at / PAGE + 1);
+                tier.discard(self.client_id, at / PAGE..at / PAGE + 1);
             }
         }
         // A table may claim far more than there is.
-        let mut most = (tier.client_pages(self.region) + LOST_MAX).saturating_sub(service.moving.len() as u64);
+        let mut most = (tier.client_pages(self.client_id) + LOST_MAX).saturating_sub(service.moving.len() as u64);
         self.table.for_each_run(from.start, from.end, EVICTED, |start, end| {
             for addr in (start..end).step_by(PAGE_SIZE).take(most as usize) {
                 most -= 1;
                 let (page, kept) = (addr / PAGE, awaited_at(new(addr)));
                 // Where the tier has no room for its new name it has the old one as long as we live.
-                let is_kept = tier.copy_page(self.region, page, kept / PAGE).is_ok();
+                let is_kept = tier.copy_page(self.client_id, page, kept / PAGE).is_ok();
                 service.moving.insert(new(addr), if is_kept { kept } else { addr });
                 self.table.set_state(addr, RESIDENT);
                 if is_kept {
-                    tier.discard(self.region, page..page + 1);
+                    tier.discard(self.client_id, page..page + 1);
                 }
             }
         });
@@ -149,7 +149,7 @@ impl Client {
     /// What a daemon before us had not brought in yet where it was moved.
     pub(crate) fn find_moving(&self, service: &mut Service, tier: &Tier) {
         let mut from = AWAITED / PAGE;
-        while let stored = tier.neighbours(self.region, from, 4096)
+        while let stored = tier.neighbours(self.client_id, from, 4096)
             && let Some(last) = stored.last()
         {
             from = last + 1;
@@ -184,13 +184,13 @@ impl Client {
         let mut has_room = true;
         moving.retain(|to, from| {
             // As for touched pages: the kernel kills at a limit, while a thread that touches one of these pages only waits.
-            has_room = has_room && (self.moved_at_once.load(Ordering::Relaxed) || self.grant(1) > 0);
+            has_room = has_room && (self.moved_at_once.load(Ordering::Relaxed) || self.reserve_pages(1) > 0);
             if !has_room {
-                self.starve();
+                self.wait_for_memory();
                 return true;
             }
             let page = &mut cluster[0];
-            if let Err(error) = tier.load(self.region, *from / PAGE, page) {
+            if let Err(error) = tier.load(self.client_id, *from / PAGE, page) {
                 if matches!(self.lose(tier, *to, &error), Served::Again) {
                     return true;
                 }
@@ -201,7 +201,7 @@ impl Client {
                     return true;
                 }
             }
-            tier.discard(self.region, *from / PAGE..*from / PAGE + 1);
+            tier.discard(self.client_id, *from / PAGE..*from / PAGE + 1);
             false
         });
         self.tell_moving(service);
@@ -275,7 +275,7 @@ mod tests {
         let elsewhere = 1 << 30;
         for (addr, byte) in [(page_at(1), 7), (elsewhere, 8)] {
             let page: Page = std::array::from_fn(|at| if at % 2 == 0 { byte } else { at as u8 });
-            tier.store(client.region, addr / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
+            tier.store(client.client_id, addr / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
         }
         client.table.find_or_add(page_at(1)).unwrap();
         client.table.set_state(page_at(1), EVICTED);
@@ -329,7 +329,7 @@ mod tests {
         let page_at = |number: u64| memory.addr() + number * PAGE;
         for number in 0..PAGES {
             let page: Page = std::array::from_fn(|at| if at % 2 == 0 { number as u8 | 1 } else { at as u8 });
-            tier.store(client.region, page_at(number) / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
+            tier.store(client.client_id, page_at(number) / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
             client.table.find_or_add(page_at(number)).unwrap();
             client.table.set_state(page_at(number), EVICTED);
         }
@@ -416,7 +416,7 @@ mod tests {
         for addr in [moved, moved + PAGE] {
             client.table.find_or_add(addr).unwrap();
             client.table.set_state(addr, EVICTED);
-            tier.store(client.region, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+            tier.store(client.client_id, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
         }
         let before = std::thread::scope(|scope| {
             let moves = scope.spawn(|| {
@@ -452,12 +452,13 @@ mod tests {
             first.table.find_or_add(from.start).unwrap();
             for number in 0..2 {
                 let page = [7 + number as u8; PAGE_SIZE];
-                tier.store(first.region, page_at(number) / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
+                tier.store(first.client_id, page_at(number) / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
                 first.table.set_state(page_at(number), EVICTED);
             }
             first.table.set_state(page_at(2), FROZEN);
             let successor = |client: Client| {
-                let who = crate::cold::client::Identity { region: client.region, token: 1, pid: client.pid, uid: 0 };
+                let who =
+                    crate::cold::client::Identity { client_id: client.client_id, token: 1, pid: client.pid, uid: 0 };
                 let handed = crate::cold::client::ClientDescriptors {
                     uffd: Uffd::from_fd(client.uffd.fd().duplicate().unwrap()),
                     table: client.table_fd.duplicate().unwrap(),
@@ -498,11 +499,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         client.limits = limited(dir.path(), 999, 1000);
         let (to, from) = (memory.addr() + PAGE, 1 << 30);
-        tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+        tier.store(client.client_id, from / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
         let mut service = lock(&client.service);
         service.moving.insert(to, from);
         client.bring_moved(&mut service, &tier);
-        assert!(service.is_moving() && client.starved.load(std::sync::atomic::Ordering::Relaxed));
+        assert!(service.is_moving() && client.lacks_memory.load(std::sync::atomic::Ordering::Relaxed));
         limited(dir.path(), 100, 1000);
         client.bring_moved(&mut service, &tier);
         assert!(!service.is_moving());

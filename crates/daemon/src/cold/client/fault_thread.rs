@@ -3,7 +3,7 @@
 //! A thread that found work looks for more for a while, for waking it is dearer than a page. One that follows the
 //! faulting thread from processor to processor does not (`place`).
 
-use super::faults::Ahead;
+use super::faults::ReadAhead;
 use super::{Client, FAULT_BUCKETS, Served};
 use crate::clients::connection::Connection;
 use crate::cold::fault_affinity::FaultAffinity;
@@ -23,7 +23,7 @@ impl Client {
     /// The client's thread: serves faults until the client has ended.
     pub(crate) fn run(self: &Arc<Client>, group: &Arc<Group>) {
         let mut patience = 8u32;
-        let mut ahead = Ahead::default();
+        let mut read_ahead = ReadAhead::default();
         let mut affinity = FaultAffinity::new(self.pid);
         while !self.gone.load(Ordering::Acquire) {
             self.table.head().heartbeat.fetch_add(1, Ordering::Release);
@@ -62,7 +62,7 @@ impl Client {
             let mut spin_end = 0;
             let mut sum = 0;
             loop {
-                let (served, faulter) = self.serve(&group.tier, &mut ahead);
+                let (served, faulter) = self.serve(&group.tier, &mut read_ahead);
                 sum += served;
                 let now = sched::quick_monotonic_ns();
                 if served > 0 {
@@ -74,7 +74,7 @@ impl Client {
                 if affinity.follows() {
                     break;
                 }
-                self.load_ahead(&group.tier, &mut ahead);
+                self.fill_read_ahead(&group.tier, &mut read_ahead);
                 let now = sched::quick_monotonic_ns();
                 if served > 0 {
                     spin_end = if patience > 0 { now + SPIN_NS } else { 0 };
@@ -88,8 +88,8 @@ impl Client {
                 }
                 std::hint::spin_loop();
             }
-            let wants_room = self.limits.is_short() || self.starved.load(Ordering::Relaxed);
-            if wants_room && !self.called.swap(true, Ordering::AcqRel) {
+            let wants_room = self.limits.is_short() || self.lacks_memory.load(Ordering::Relaxed);
+            if wants_room && !self.rang_evictor.swap(true, Ordering::AcqRel) {
                 group.ring();
             }
             if sum == 0 {
@@ -111,12 +111,12 @@ impl Client {
         }
         let left = self.table.head().client_id.load(Ordering::Acquire) == 0;
         if left || !self.uffd.is_alive() {
-            group.remove(self.region);
+            group.remove(self.client_id);
         }
     }
 
     /// Reads and serves what waits; returns how many faults and events that were, and the thread that faulted last.
-    pub(crate) fn serve(&self, tier: &Tier, ahead: &mut Ahead) -> (usize, i32) {
+    pub(crate) fn serve(&self, tier: &Tier, read_ahead: &mut ReadAhead) -> (usize, i32) {
         // A mutex is not fair: a thread that locks it again and again starves the others.
         if self.waiting.load(Ordering::Relaxed) > 0 {
             let patience = sched::quick_monotonic_ns() + SPIN_NS;
@@ -135,7 +135,7 @@ impl Client {
         self.bring_moved(&mut service, tier);
         let mut waiting = std::mem::take(&mut service.pending);
         let count = waiting.len();
-        waiting.retain_mut(|fault| match self.serve_fault(&mut service, tier, ahead, fault) {
+        waiting.retain_mut(|fault| match self.serve_fault(&mut service, tier, read_ahead, fault) {
             Served::Done => {
                 let ns = sched::quick_monotonic_ns().saturating_sub(fault.since_ns);
                 self.counters.fault_ns.fetch_add(ns, Ordering::Relaxed);
@@ -203,7 +203,7 @@ mod tests {
         let cold = Tiers::new(Config::default(), &dir.path().join("s"));
         let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
         let [to, from] = [memory.addr() + PAGE, 1 << 30];
-        group.tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
+        group.tier.store(client.client_id, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
         let client = Arc::new(client);
         let came = std::thread::scope(|scope| {
             scope.spawn(|| client.run(&group));

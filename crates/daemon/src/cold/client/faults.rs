@@ -1,7 +1,7 @@
 //! A fault is answered: by zeros where nothing ever was, else by the page that is out, and by its neighbours.
 //!
 //! The faulting thread gets its page first. Neighbours follow as far as the pattern of faults goes, half of a large window by the
-//! prefetcher. While the program walks through them the thread loads what comes next (`Ahead`).
+//! prefetcher. While the program walks through them the thread loads the pages that follow (`ReadAhead`).
 
 use super::{CLUSTER_PAGES, Client, PAGE, Pending, Served, Service};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range, fd};
@@ -11,17 +11,17 @@ use std::sync::atomic::Ordering;
 
 /// A window of so many pages or more is brought back by two hands: decompression is what takes the time.
 const SHARED_FROM: u64 = 16;
-/// Pages loaded ahead before the thread looks for new faults.
-const AHEAD_AT_ONCE: usize = 8;
+/// Pages read ahead before the thread looks for new faults.
+const READ_AHEAD_AT_ONCE: usize = 8;
 
-/// What the client's thread has loaded ahead, while the program walks through what came last.
+/// Pages that the fault thread has loaded from the tier before their faults, while the program walks through the last window.
 ///
-/// Loading needs no lock; that nothing left in the meantime and that a page is still out is looked at when it is used.
+/// Loading needs no lock. When a page is used, the thread checks that no page was evicted since and that this one still is.
 #[derive(Default)]
-pub(crate) struct Ahead {
-    /// What the next fault will probably want.
+pub(crate) struct ReadAhead {
+    /// The pages of the probable next window.
     wanted: std::ops::Range<u64>,
-    /// The first page that is here.
+    /// The page of `pages[0]`.
     first: u64,
     loaded: Vec<bool>,
     pages: Vec<Page>,
@@ -29,8 +29,8 @@ pub(crate) struct Ahead {
     leaving: u64,
 }
 
-impl Ahead {
-    /// Pages from `page` on that are here, for as long as `is_wanted`.
+impl ReadAhead {
+    /// The loaded pages from `page` on, for as long as `is_wanted`.
     fn run(&self, page: u64, is_wanted: impl Fn(u64) -> bool) -> &[Page] {
         let Some(place) = page.checked_sub(self.first).map(|place| place as usize) else { return &[] };
         let from = self.loaded.get(place..).unwrap_or_default();
@@ -44,7 +44,7 @@ impl Client {
         &self,
         service: &mut Service,
         tier: &Tier,
-        ahead: &mut Ahead,
+        read_ahead: &mut ReadAhead,
         fault: &mut Pending,
     ) -> Served {
         let addr = fault.addr;
@@ -52,14 +52,14 @@ impl Client {
             return Served::Again;
         }
         match self.table.state(addr) {
-            EVICTED => self.bring_fault(service, tier, ahead, fault),
+            EVICTED => self.fault_in(service, tier, read_ahead, fault),
             FROZEN | DISCARDED => Served::Left,
-            _ => self.bring_zero(service, fault),
+            _ => self.fault_in_zeros(service, fault),
         }
     }
 
     /// A page that never was, or was discarded: zeros, with its absent neighbours if the program walks upwards.
-    fn bring_zero(&self, service: &mut Service, fault: &mut Pending) -> Served {
+    fn fault_in_zeros(&self, service: &mut Service, fault: &mut Pending) -> Served {
         let &mut Pending { addr, write, .. } = fault;
         if fault.want == 0 {
             self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
@@ -74,14 +74,14 @@ impl Client {
         }
         let mut from = addr;
         if write {
-            if self.grant(1) == 0 {
-                return self.starve();
+            if self.reserve_pages(1) == 0 {
+                return self.wait_for_memory();
             }
             // SAFETY: the page of zeros is ours.
             let (_, error) = unsafe { self.uffd.copy(addr, service.zero.as_ptr() as u64, PAGE, 0) };
             match error {
                 Some(Errno(libc::EAGAIN)) => return Served::Again,
-                Some(Errno(libc::ENOMEM)) => return self.starve(),
+                Some(Errno(libc::ENOMEM)) => return self.wait_for_memory(),
                 None => {}
                 Some(_) => {
                     let _ = self.uffd.wake(Range::pages_from(addr, 1));
@@ -99,7 +99,7 @@ impl Client {
         }
         match error {
             Some(Errno(libc::EAGAIN)) => Served::Again,
-            Some(Errno(libc::ENOMEM)) => self.starve(),
+            Some(Errno(libc::ENOMEM)) => self.wait_for_memory(),
             _ => {
                 // There already; or marked for write protection, which a copy takes for empty; or the run lies in
                 // several mappings.
@@ -107,7 +107,7 @@ impl Client {
                 let (_, error) = unsafe { self.uffd.copy(addr, service.zero.as_ptr() as u64, PAGE, 0) };
                 match error {
                     Some(Errno(libc::EAGAIN)) => return Served::Again,
-                    Some(Errno(libc::ENOMEM)) => return self.starve(),
+                    Some(Errno(libc::ENOMEM)) => return self.wait_for_memory(),
                     _ => {}
                 }
                 let _ = self.uffd.wake(Range::pages_from(addr, 1));
@@ -116,40 +116,39 @@ impl Client {
         }
     }
 
-    /// How many of `want` pages may come back now.
+    /// How many of `want` pages may come back now, within the memory limits; they count as used.
     ///
-    /// A thread that pauses evictions until its pages are back would wait for itself: it gets them in any case. The agent is told how
-    /// much memory is left.
-    pub(crate) fn grant(&self, want: u64) -> u64 {
-        let granted = self.limits.grant(want);
+    /// A thread that pauses evictions until its pages are back would wait for itself, so it gets all of them. The agent reads from the
+    /// residency map how much memory is left.
+    pub(crate) fn reserve_pages(&self, want: u64) -> u64 {
+        let reserved = self.limits.reserve_pages(want);
         let head = self.table.head();
         head.set_headroom(self.limits.free());
-        if head.paused_evictions.load(Ordering::SeqCst) > 0 { want } else { granted }
+        if head.paused_evictions.load(Ordering::SeqCst) > 0 { want } else { reserved }
     }
 
-    /// The kernel gives the client no memory, or would soon: its limit is reached. The access waits until something else
-    /// went out.
-    pub(crate) fn starve(&self) -> Served {
-        self.starved.store(true, Ordering::Relaxed);
+    /// The client has reached its memory limit, or is about to. The fault waits until other pages are evicted.
+    pub(crate) fn wait_for_memory(&self) -> Served {
+        self.lacks_memory.store(true, Ordering::Relaxed);
         Served::Again
     }
 
     /// A page that is out comes back, and then its neighbours, as many as the pattern of faults says.
-    fn bring_fault(&self, service: &mut Service, tier: &Tier, ahead: &mut Ahead, fault: &mut Pending) -> Served {
+    fn fault_in(&self, service: &mut Service, tier: &Tier, read_ahead: &mut ReadAhead, fault: &mut Pending) -> Served {
         let (addr, page) = (fault.addr, fault.addr / PAGE);
         if fault.want == 0 {
             self.counters.refaults.fetch_add(1, Ordering::Relaxed);
             fault.want = service.window.fault(page);
         }
         let want = fault.want.min(CLUSTER_PAGES as u64);
-        let want = match self.grant(want) {
-            0 => return self.starve(),
-            granted if granted < want => 1,
+        let want = match self.reserve_pages(want) {
+            0 => return self.wait_for_memory(),
+            reserved if reserved < want => 1,
             _ => want,
         };
         let first = page / want * want;
         // The page itself first: the faulting thread goes on while its neighbours come.
-        if let Err(error) = tier.load(self.region, page, &mut service.cluster[0]) {
+        if let Err(error) = tier.load(self.client_id, page, &mut service.cluster[0]) {
             return self.lose(tier, addr, &error);
         }
         if !self.copy_run(tier, page, page + 1, service.cluster[0].as_ptr() as u64).contains(&page) {
@@ -160,16 +159,16 @@ impl Client {
         if want >= SHARED_FROM {
             let middle = first + want / 2;
             let other = if page < middle { middle..end } else { first..middle };
-            if self.prefetcher.offer(self.region, other) {
+            if self.prefetcher.offer(self.client_id, other) {
                 (at, end) = if page < middle { (first, middle) } else { (middle, end) };
             }
         }
-        if ahead.leaving != self.leaving.load(Ordering::SeqCst) {
+        if read_ahead.leaving != self.leaving.load(Ordering::SeqCst) {
             // A page that came and went again since has another content.
-            ahead.loaded.clear();
+            read_ahead.loaded.clear();
         }
         while at < end {
-            let ready = ahead.run(at, |page| page < end && self.table.state(page * PAGE) == EVICTED);
+            let ready = read_ahead.run(at, |page| page < end && self.table.state(page * PAGE) == EVICTED);
             if !ready.is_empty() {
                 let len = ready.len() as u64;
                 if self.copy_run(tier, at, at + len, ready.as_ptr() as u64).end < at + len {
@@ -182,7 +181,7 @@ impl Client {
             let mut len = 0;
             while at + len < end
                 && self.table.state((at + len) * PAGE) == EVICTED
-                && tier.load_quietly(self.region, at + len, &mut service.cluster[len as usize])
+                && tier.load_quietly(self.client_id, at + len, &mut service.cluster[len as usize])
             {
                 len += 1;
             }
@@ -193,29 +192,31 @@ impl Client {
         }
         if want == CLUSTER_PAGES as u64 {
             // Our half of the next window.
-            ahead.wanted = first + want..first + want + want / 2;
+            read_ahead.wanted = first + want..first + want + want / 2;
         }
         Served::Done
     }
 
-    /// Loads what the next fault will probably want, until a fault comes.
-    pub(crate) fn load_ahead(&self, tier: &Tier, ahead: &mut Ahead) {
-        let wanted = std::mem::take(&mut ahead.wanted);
+    /// Loads the pages of the probable next window until a fault comes.
+    pub(crate) fn fill_read_ahead(&self, tier: &Tier, read_ahead: &mut ReadAhead) {
+        let wanted = std::mem::take(&mut read_ahead.wanted);
         if wanted.is_empty() {
             return;
         }
-        ahead.leaving = self.leaving.load(Ordering::SeqCst);
-        ahead.first = wanted.start;
-        ahead.loaded.clear();
-        ahead.pages.resize(CLUSTER_PAGES / 2, [0; PAGE_SIZE]);
-        for (page, place) in wanted.zip(&mut ahead.pages) {
-            if ahead.loaded.len() % AHEAD_AT_ONCE == AHEAD_AT_ONCE - 1 {
+        read_ahead.leaving = self.leaving.load(Ordering::SeqCst);
+        read_ahead.first = wanted.start;
+        read_ahead.loaded.clear();
+        read_ahead.pages.resize(CLUSTER_PAGES / 2, [0; PAGE_SIZE]);
+        for (page, place) in wanted.zip(&mut read_ahead.pages) {
+            if read_ahead.loaded.len() % READ_AHEAD_AT_ONCE == READ_AHEAD_AT_ONCE - 1 {
                 let mut poll = [libc::pollfd { fd: self.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
                 if fd::poll(&mut poll, 0) != Ok(0) {
                     return;
                 }
             }
-            ahead.loaded.push(self.table.state(page * PAGE) == EVICTED && tier.load_quietly(self.region, page, place));
+            read_ahead
+                .loaded
+                .push(self.table.state(page * PAGE) == EVICTED && tier.load_quietly(self.client_id, page, place));
         }
     }
 }
@@ -239,7 +240,7 @@ mod tests {
         let since_ns = sched::quick_monotonic_ns() - WAITED_NS;
         lock(&client.service).pending.push(Pending { addr: memory.addr(), write: true, since_ns, want: 0 });
         let serve = || {
-            client.serve(&tier, &mut Ahead::default());
+            client.serve(&tier, &mut ReadAhead::default());
             lock(&client.service).pending.len()
         };
         assert!((0..10).all(|_| serve() == 1), "there was no room");
@@ -251,14 +252,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_loaded_ahead_ends_where_something_is_missing() {
-        let mut ahead = Ahead { first: 64, ..Ahead::default() };
+    fn read_ahead_ends_at_the_first_missing_page() {
+        let mut read_ahead = ReadAhead { first: 64, ..ReadAhead::default() };
         let all = |_| true;
-        assert!(ahead.run(64, all).is_empty());
-        ahead.pages = (0..4).map(|page| [page; PAGE_SIZE]).collect();
-        ahead.loaded = vec![true, true, false, true];
+        assert!(read_ahead.run(64, all).is_empty());
+        read_ahead.pages = (0..4).map(|page| [page; PAGE_SIZE]).collect();
+        read_ahead.loaded = vec![true, true, false, true];
         let run = |page: u64, is_wanted: &dyn Fn(u64) -> bool| -> Vec<u8> {
-            ahead.run(page, is_wanted).iter().map(|page| page[0]).collect()
+            read_ahead.run(page, is_wanted).iter().map(|page| page[0]).collect()
         };
         assert_eq!(run(64, &all), [0, 1]);
         assert_eq!(run(65, &all), [1]);

@@ -219,7 +219,7 @@ impl Client {
                 return;
             }
             let is_here = loop {
-                match tier.load(self.region, from / PAGE, page) {
+                match tier.load(self.client_id, from / PAGE, page) {
                     Err(error) if is_passing(&error) && family.asks_again() => {}
                     loaded => break loaded.is_ok(),
                 }
@@ -227,7 +227,7 @@ impl Client {
             family.give(was, is_here.then_some(&*page));
         };
         // A table may claim far more than there is.
-        let mut most = tier.client_pages(self.region) + LOST_MAX;
+        let mut most = tier.client_pages(self.client_id) + LOST_MAX;
         self.table.for_each_run(0, u64::MAX >> 1, EVICTED, |start, end| {
             let end = end.min(start + most * PAGE);
             most -= (end - start) / PAGE;

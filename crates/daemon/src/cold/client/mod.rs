@@ -116,7 +116,7 @@ pub(crate) struct Counters {
 
 /// A client.
 pub(crate) struct Client {
-    pub region: u32,
+    pub client_id: u32,
     pub token: u64,
     pub pid: i32,
     pub uid: u32,
@@ -143,10 +143,10 @@ pub(crate) struct Client {
     pub gone: AtomicBool,
     /// It is merged live as well, and has its memory here until it is unparked.
     pub leased: AtomicBool,
-    /// Memory of the client was refused by the kernel since the last look: its limit is reached.
-    pub starved: AtomicBool,
-    /// It called the evictor for memory, which has not freed any yet and looks again soon.
-    pub called: AtomicBool,
+    /// The kernel refused memory to the client since the last step of the evictor: its limit is reached.
+    pub lacks_memory: AtomicBool,
+    /// The fault thread rang the evictor because memory is short, and the evictor has not freed any yet.
+    pub rang_evictor: AtomicBool,
     /// Moved pages come in whether there is memory or not: the daemon stops, and could not bring them later.
     pub moved_at_once: AtomicBool,
     pub eviction: Mutex<EvictionState>,
@@ -163,7 +163,7 @@ pub(crate) struct Client {
 #[derive(Clone, Copy)]
 pub(crate) struct Identity {
     /// Its number in the tier.
-    pub region: u32,
+    pub client_id: u32,
     /// Tells it from others that had the number.
     pub token: u64,
     pub pid: i32,
@@ -197,7 +197,7 @@ impl Client {
         prefetcher: Arc<Prefetcher>,
         pending_children: Arc<PendingChildren>,
     ) -> Result<Client, Errno> {
-        let Identity { region, token, pid, uid } = who;
+        let Identity { client_id, token, pid, uid } = who;
         let ClientDescriptors { uffd, table: table_fd, pagemap } = handed;
         // First: of a file that is none of memory its owner could have us wait for the rest.
         let seals = pagefold_os::memfd::seals(&table_fd)?;
@@ -215,7 +215,7 @@ impl Client {
             return Err(Errno(libc::EPROTO));
         }
         Ok(Client {
-            region,
+            client_id,
             token,
             pid,
             uid,
@@ -242,8 +242,8 @@ impl Client {
             cpu_before_ns: OnceLock::new(),
             gone: AtomicBool::new(false),
             leased: AtomicBool::new(false),
-            starved: AtomicBool::new(false),
-            called: AtomicBool::new(false),
+            lacks_memory: AtomicBool::new(false),
+            rang_evictor: AtomicBool::new(false),
             moved_at_once: AtomicBool::new(false),
             eviction: Mutex::default(),
             limits: MemoryLimits::of(pid),
@@ -255,7 +255,7 @@ impl Client {
 
     /// How many of its pages are out: no more than the tier has of it, whatever the client wrote into its table.
     pub(crate) fn pages_out(&self, tier: &Tier) -> u64 {
-        self.table.head().evicted.load(Ordering::Relaxed).min(tier.client_pages(self.region))
+        self.table.head().evicted.load(Ordering::Relaxed).min(tier.client_pages(self.client_id))
     }
 
     /// It was parked and not unparked since, by this daemon or one before it.
@@ -340,7 +340,7 @@ pub(crate) mod tests {
         };
         let memory = Mapping::anonymous((pages * PAGE) as usize).unwrap();
         uffd.register(Range::pages_from(memory.addr(), pages), uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
-        let who = Identity { region: 1, token: 1, pid: std::process::id() as i32, uid: 0 };
+        let who = Identity { client_id: 1, token: 1, pid: std::process::id() as i32, uid: 0 };
         let pending_children = Arc::new(PendingChildren::new(Arc::default()));
         Some((Client::new(who, handed(uffd).0, Arc::new(Prefetcher::new().0), pending_children).unwrap(), memory))
     }

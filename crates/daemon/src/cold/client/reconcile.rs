@@ -44,13 +44,13 @@ impl Client {
         // The old names of those that could get no other.
         let awaited: HashSet<u64> = service.moving.values().map(|at| at / PAGE).collect();
         let mut from = 0;
-        while let stored = tier.neighbours(self.region, from, 4096)
+        while let stored = tier.neighbours(self.client_id, from, 4096)
             && let Some(last) = stored.last().filter(|_| from < AWAITED / PAGE)
         {
             from = last + 1;
             for page in stored {
                 if self.table.state(page * PAGE) != EVICTED && !awaited.contains(&page) {
-                    tier.discard(self.region, page..page + 1);
+                    tier.discard(self.client_id, page..page + 1);
                 }
             }
         }
@@ -118,7 +118,7 @@ impl Client {
 
 #[cfg(test)]
 mod tests {
-    use super::super::faults::Ahead;
+    use super::super::faults::ReadAhead;
     use super::super::tests::own;
     use super::*;
     use pagefold_os::{PAGE_SIZE, uffd};
@@ -130,7 +130,7 @@ mod tests {
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let pages = [memory.addr(), memory.addr() + PAGE];
         for addr in pages {
-            tier.store(client.region, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+            tier.store(client.client_id, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
             client.table.find_or_add(addr).unwrap();
             client.table.set_state(addr, EVICTED);
         }
@@ -144,10 +144,10 @@ mod tests {
             });
             assert!(client.reconcile(&tier));
             while !fails.is_finished() {
-                client.serve(&tier, &mut Ahead::default());
+                client.serve(&tier, &mut ReadAhead::default());
             }
         });
-        let is_out = |addr| client.table.state(addr) == EVICTED && tier.contains(client.region, addr / PAGE);
+        let is_out = |addr| client.table.state(addr) == EVICTED && tier.contains(client.client_id, addr / PAGE);
         assert_eq!(pages.map(is_out), [false, true]);
     }
 
@@ -160,10 +160,10 @@ mod tests {
         client.table.find_or_add(page.start).unwrap();
         client.table.set_state(page.start, EVICTED);
         client.table.head().set_discarding(page, false);
-        client.serve(&tier, &mut Ahead::default());
+        client.serve(&tier, &mut ReadAhead::default());
         let under_way = client.table.state(page.start);
         client.table.head().set_discarding(page, true);
-        client.serve(&tier, &mut Ahead::default());
+        client.serve(&tier, &mut ReadAhead::default());
         assert_eq!((under_way, client.table.state(page.start)), (EVICTED, residency_map::RESIDENT));
     }
 }

@@ -1,6 +1,6 @@
 //! Evicted pages of a client are brought back before a fault asks for them.
 
-use crate::cold::client::faults::Ahead;
+use crate::cold::client::faults::ReadAhead;
 use crate::cold::client::{CLUSTER_PAGES, Client};
 use crate::cold::group::Group;
 use pagefold_os::{PAGE_SIZE, Range};
@@ -16,7 +16,7 @@ pub(crate) fn pages_out(tier: &Tier, client: &Client, range: Range) -> Vec<u64> 
     let (mut from, end) = (range.start / PAGE, range.end / PAGE);
     let mut pages = Vec::new();
     while from < end
-        && let stored = tier.neighbours(client.region, from, 4096)
+        && let stored = tier.neighbours(client.client_id, from, 4096)
         && let Some(last) = stored.last()
     {
         from = last + 1;
@@ -37,7 +37,7 @@ pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         while at + len < pages.len() && len < CLUSTER_PAGES && pages[at + len] == pages[at] + len as u64 {
             len += 1;
         }
-        if client.limits.grant(len as u64) < len as u64 {
+        if client.limits.reserve_pages(len as u64) < len as u64 {
             // What would fill the client's limit stays out; a touch brings it when there is room.
             return;
         }
@@ -46,7 +46,7 @@ pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         let loaded: Vec<bool> = (start..end)
             .map(|page| {
                 client.table.state(page * PAGE) == EVICTED
-                    && tier.load(client.region, page, &mut buffer[(page - start) as usize]).is_ok()
+                    && tier.load(client.client_id, page, &mut buffer[(page - start) as usize]).is_ok()
             })
             .collect();
         let mut again = false;
@@ -66,7 +66,7 @@ pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         if again && refused < 1000 {
             // Events wait, or memory does.
             refused += 1;
-            client.serve(tier, &mut Ahead::default());
+            client.serve(tier, &mut ReadAhead::default());
             if refused > 8 {
                 std::thread::sleep(Duration::from_millis(1));
             }

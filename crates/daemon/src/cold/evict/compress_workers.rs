@@ -110,7 +110,7 @@ impl Drop for Watch<'_> {
 #[derive(Clone, Copy)]
 pub(crate) struct Target<'a> {
     pub tier: &'a Tier,
-    pub region: u32,
+    pub client_id: u32,
     pub channel: &'a Channel,
 }
 
@@ -118,7 +118,7 @@ impl Target<'_> {
     /// Stores the copy of a page, by way of `buffer`; false if it is refused.
     pub(crate) fn store(&self, one: &Copied, buffer: &mut Page, effort: Effort) -> bool {
         self.channel.read_page(one.place as usize, buffer);
-        self.tier.store(self.region, one.page, buffer, effort).is_ok()
+        self.tier.store(self.client_id, one.page, buffer, effort).is_ok()
     }
 
     fn perform(&self, shared: &Shared, job: Job, buffer: &mut Page) {

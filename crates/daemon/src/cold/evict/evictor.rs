@@ -62,14 +62,14 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut AgentConnection) -> 
     let mut state = lock(&client.eviction);
     let EvictionState { ages, pacing } = &mut *state;
     let mut more = obey_hints(group, client, link, ages)?;
-    let starved = client.starved.swap(false, Ordering::Relaxed);
+    let lacks_memory = client.lacks_memory.swap(false, Ordering::Relaxed);
     let usage = client.limits.usage();
     let used = usage.share();
-    let short = used > SHORT || starved;
+    let short = used > SHORT || lacks_memory;
     let due = pacing.stepped.is_none_or(|at| at.elapsed() >= group.config.tick);
     let tight = short || used > TIGHT;
     if !short {
-        client.called.store(false, Ordering::Release);
+        client.rang_evictor.store(false, Ordering::Release);
     }
     if !due && !short {
         return Ok(Step { more, tight });
@@ -82,10 +82,10 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut AgentConnection) -> 
     let elapsed_s = pacing.stepped.map_or(0.0, |at| at.elapsed().as_secs_f64());
     if due || short && elapsed_s > 0.5 {
         look(ages, client, link)?;
-        ages.record_refaults(group.tier.take_touched(client.region), now(), lately_short);
+        ages.record_refaults(group.tier.take_touched(client.client_id), now(), lately_short);
         set_pace(group, client, &mut state, elapsed_s, used);
     } else {
-        ages.record_refaults(group.tier.take_touched(client.region), now(), lately_short);
+        ages.record_refaults(group.tier.take_touched(client.client_id), now(), lately_short);
     }
     let EvictionState { ages, pacing } = &mut *state;
     let tick_s = group.config.tick.as_secs_f64();
@@ -107,7 +107,7 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut AgentConnection) -> 
     let gone = put_all(client, link, &group.tier, runs, Effort::Fast)?;
     if gone > 0 {
         more |= short;
-        client.called.store(false, Ordering::Release);
+        client.rang_evictor.store(false, Ordering::Release);
     }
     Ok(Step { more, tight })
 }
@@ -235,7 +235,7 @@ pub(crate) mod tests {
         }
         let stored = [600, 5_000, 60_000];
         for page in stored {
-            tier.store(client.region, page, &source, Effort::Fast).unwrap();
+            tier.store(client.client_id, page, &source, Effort::Fast).unwrap();
         }
         assert_eq!(pages_out(&tier, &client, everything), stored);
         assert_eq!(pages_out(&tier, &client, Range { start: 601 * PAGE, end: 60_000 * PAGE }), stored[1..2]);
@@ -284,7 +284,7 @@ pub(crate) mod tests {
         let (cold, group) = group();
         assert!(shutdown::stop(&cold));
         client.table.hint(memory.addr(), memory.addr() + 4 * PAGE, libc::MADV_PAGEOUT);
-        client.starved.store(true, Ordering::Relaxed);
+        client.lacks_memory.store(true, Ordering::Relaxed);
         let step = step(&group, &client);
         let parked = park(&group, &client);
         let mut request = [0; 256];
@@ -301,11 +301,11 @@ pub(crate) mod tests {
         Arc::get_mut(&mut client).unwrap().limits = limited(dir.path(), 100, 1000);
         let (_cold, group) = group();
         let looked = beside_agent(&agent, || {
-            [true, false].map(|starved| {
-                client.starved.store(starved, Ordering::Relaxed);
-                client.called.store(true, Ordering::Relaxed);
+            [true, false].map(|lacks_memory| {
+                client.lacks_memory.store(lacks_memory, Ordering::Relaxed);
+                client.rang_evictor.store(true, Ordering::Relaxed);
                 let step = step(&group, &client);
-                (step.tight, client.called.load(Ordering::Relaxed))
+                (step.tight, client.rang_evictor.load(Ordering::Relaxed))
             })
         })
         .0;

@@ -20,7 +20,7 @@ pub(crate) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
     let mut all = || -> Result<u64, Gone> {
         let regions = link.regions()?;
         link.watch(&regions)?;
-        lock(&client.eviction).ages.park(regions.clone(), group.tier.take_touched(client.region));
+        lock(&client.eviction).ages.park(regions.clone(), group.tier.take_touched(client.client_id));
         let parts = regions.into_iter().map(|region| (region, region)).collect();
         evict_resident(client, link, &group.tier, parts, Effort::Dense)
     };
@@ -41,7 +41,7 @@ pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     // Nothing goes out meanwhile: what was loaded must still be what is out when it is copied.
     let mut held = lock(&client.link);
     let mut first = lock(&client.eviction).ages.unpark();
-    first.extend(group.tier.take_touched(client.region));
+    first.extend(group.tier.take_touched(client.client_id));
     first.sort_unstable();
     first.dedup();
     let before = client.counters.pages_returned.load(Ordering::Relaxed);
@@ -105,7 +105,7 @@ mod tests {
         let Some((client, memory, agent)) = linked(2) else { return };
         let (_cold, group) = group();
         let [to, from] = [memory.addr() + PAGE, 1 << 30];
-        group.tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
+        group.tier.store(client.client_id, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
         client_tests::await_moved(&client, from, to);
         client.leased.store(true, Ordering::Relaxed);
         let is_there = std::thread::scope(|scope| {
@@ -132,7 +132,7 @@ mod tests {
         Arc::get_mut(&mut client).unwrap().limits = limited(dir.path(), 999, 1000);
         let (_cold, group) = group();
         let page = memory.addr() / PAGE;
-        group.tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).unwrap();
+        group.tier.store(client.client_id, page, &[7; PAGE_SIZE], Effort::Fast).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), EVICTED);
         let asks = beside_agent(&agent, || {

@@ -109,7 +109,7 @@ impl Transfer<'_> {
         let mut batches = Batches::of(runs);
         let Some(mut copied) = self.copy_next(&mut batches, 0)? else { return Ok(Taken::default()) };
         let channel = self.link.channel().clone();
-        let target = Target { tier: self.tier, region: self.client.region, channel: &channel };
+        let target = Target { tier: self.tier, client_id: self.client.client_id, channel: &channel };
         if batches.is_empty() {
             let mut buffer = [0; PAGE_SIZE];
             copied.retain(|one| target.store(one, &mut buffer, self.effort()));
@@ -265,7 +265,7 @@ impl Transfer<'_> {
             if client.table.state(page * PAGE) == EVICTED || service.is_awaited(*page) {
                 gone += 1;
             } else {
-                self.tier.discard(client.region, *page..page + 1);
+                self.tier.discard(client.client_id, *page..page + 1);
             }
         }
         client.counters.pages_evicted.fetch_add(gone, Ordering::Relaxed);
@@ -322,7 +322,7 @@ mod tests {
         let stored: Vec<Copied> = (0..2).map(|at| Copied { page: first + at, place: at as u32, around }).collect();
         let content = |at: u64| -> Page { std::array::from_fn(|byte| (byte / 7) as u8 ^ at as u8) };
         for (one, at) in stored.iter().zip(1..) {
-            tier.store(client.region, one.page, &content(at), Effort::Fast).expect("room");
+            tier.store(client.client_id, one.page, &content(at), Effort::Fast).expect("room");
             client.table.find_or_add(one.page * PAGE).expect("room");
         }
         let (ours, agent) = std::os::unix::net::UnixDatagram::pair().expect("sockets");
@@ -395,7 +395,7 @@ mod tests {
             AgentConnection::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
         let transfer = transfer(&client, &mut link, &tier);
         for round in 0..10 {
-            tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).expect("room");
+            tier.store(client.client_id, page, &[7; PAGE_SIZE], Effort::Fast).expect("room");
             client.table.set_state(addr, EVICTED);
             let (tell, told) = std::sync::mpsc::channel();
             std::thread::scope(|scope| {
@@ -407,13 +407,13 @@ mod tests {
                     let service = lock(&client.service);
                     client.table.set_state(addr, RESIDENT);
                     let _ = told.recv_timeout(Duration::from_millis(200));
-                    tier.discard(client.region, page..page + 1);
+                    tier.discard(client.client_id, page..page + 1);
                     drop(service);
                 });
                 tell.send(()).expect("a receiver");
                 let wanted = transfer.resident(&[(run, run)]);
                 let too_early =
-                    wanted.last().is_some_and(|(last, _)| last.end == run.end) && tier.contains(client.region, page);
+                    wanted.last().is_some_and(|(last, _)| last.end == run.end) && tier.contains(client.client_id, page);
                 let _ = tell.send(());
                 assert!(!too_early, "round {round}");
             });
@@ -427,7 +427,7 @@ mod tests {
         let around = Range { start: 0, end: 1 << 40 };
         let channel = Channel::create(c"channel").expect("memory");
         std::thread::scope(|scope| {
-            let mut workers = CompressWorkers::start(scope, Target { tier: &tier, region: 1, channel: &channel });
+            let mut workers = CompressWorkers::start(scope, Target { tier: &tier, client_id: 1, channel: &channel });
             // Batch after batch, several at once, until the tier is full: noise, so that each page takes room.
             let (mut state, mut refused) = (1_u64, 0);
             for first in (0..4000).step_by(FETCH_PAGES_MAX) {

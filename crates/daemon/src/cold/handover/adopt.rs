@@ -57,9 +57,9 @@ pub(crate) fn adopt(tiers: &Tiers) -> io::Result<()> {
     for name in names.iter().filter(|name| name.starts_with(CLIENT)) {
         let mut words = name.split(':').skip(1);
         let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
-        let region: Option<u32> = words.next().and_then(|word| word.parse().ok());
+        let client_id: Option<u32> = words.next().and_then(|word| word.parse().ok());
         let known = groups.iter().any(|group| {
-            Some(group.id) == id && region.is_some_and(|region| lock(&group.clients).contains_key(&region))
+            Some(group.id) == id && client_id.is_some_and(|client_id| lock(&group.clients).contains_key(&client_id))
         });
         if !known {
             forget(&keeper, name);
@@ -151,9 +151,9 @@ fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end
     let prefix = format!("{CLIENT}:{id:x}:");
     for name in names.iter().filter(|name| name.starts_with(&prefix)) {
         let words: Vec<&str> = name[prefix.len()..].split(':').collect();
-        let [region, token, pid, uid] = words[..] else { continue };
-        let (Ok(region), Ok(token), Ok(pid), Ok(uid)) =
-            (region.parse::<u32>(), u64::from_str_radix(token, 16), pid.parse::<i32>(), uid.parse::<u32>())
+        let [client_id, token, pid, uid] = words[..] else { continue };
+        let (Ok(client_id), Ok(token), Ok(pid), Ok(uid)) =
+            (client_id.parse::<u32>(), u64::from_str_radix(token, 16), pid.parse::<i32>(), uid.parse::<u32>())
         else {
             continue;
         };
@@ -165,8 +165,8 @@ fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end
             continue;
         }
         let (pagemap, table, uffd) = (fds.remove(2), fds.remove(1), Uffd::from_fd(fds.remove(0)));
-        let who = Identity { region, token, pid, uid };
-        group.next_region.fetch_max(region + 1, Ordering::Relaxed);
+        let who = Identity { client_id, token, pid, uid };
+        group.next_client_id.fetch_max(client_id + 1, Ordering::Relaxed);
         if !uffd.is_one() || !uffd.is_alive() {
             forget(keeper, name);
             continue;
@@ -199,12 +199,12 @@ fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end
             }
         });
     }
-    lock(&group.clients).extend(found.into_iter().map(|client| (client.region, client)));
+    lock(&group.clients).extend(found.into_iter().map(|client| (client.client_id, client)));
     // Pages of clients that ended meanwhile.
-    for region in group.tier.client_ids() {
-        group.next_region.fetch_max(region + 1, Ordering::Relaxed);
-        if !lock(&group.clients).contains_key(&region) {
-            group.tier.remove_client(region);
+    for client_id in group.tier.client_ids() {
+        group.next_client_id.fetch_max(client_id + 1, Ordering::Relaxed);
+        if !lock(&group.clients).contains_key(&client_id) {
+            group.tier.remove_client(client_id);
         }
     }
     lock(&tiers.groups.all).insert(key, group);

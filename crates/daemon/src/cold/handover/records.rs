@@ -19,8 +19,8 @@ pub(crate) fn arena_name(group_id: u64, key: &DomainKey) -> String {
 }
 
 /// The name of a client of the group `group_id`.
-pub(crate) fn client_name(group_id: u64, region: u32, token: u64, pid: i32, uid: u32) -> String {
-    format!("{CLIENT}:{group_id:x}:{region}:{token:x}:{pid}:{uid}")
+pub(crate) fn client_name(group_id: u64, client_id: u32, token: u64, pid: i32, uid: u32) -> String {
+    format!("{CLIENT}:{group_id:x}:{client_id}:{token:x}:{pid}:{uid}")
 }
 
 /// Leaves `fds` with the service manager, which is handed everything that the keeper is. Without it only the handover after

@@ -49,11 +49,11 @@ pub(crate) fn stop(tiers: &Tiers) -> bool {
     }
     if !out.is_empty() {
         let then = match keeper.as_ref() {
-            Some(_) => "who touches one waits until a daemon is started",
-            None => "without a keeper they are lost, and who touches one gets SIGBUS",
+            Some(_) => "a thread that touches one waits until a daemon is started",
+            None => "without a keeper they are lost, and a thread that touches one gets SIGBUS",
         };
         eprintln!(
-            "pagefold: {} pages of {} {} do not fit into their limits of memory and stay out: {then}",
+            "pagefold: {} pages of {} {} do not fit into their memory limits and stay evicted: {then}",
             out.iter().sum::<u64>(),
             out.len(),
             if out.len() == 1 { "client" } else { "clients" }
@@ -61,10 +61,10 @@ pub(crate) fn stop(tiers: &Tiers) -> bool {
     }
     if waiting > 0 {
         let then = match keeper.as_ref() {
-            Some(_) => "they wait on, and the keeper stays for them",
-            None => "without a keeper what they wait for reads zeros",
+            Some(_) => "they go on waiting, and the keeper keeps the pages for them",
+            None => "without a keeper those pages read as zeros",
         };
-        eprintln!("pagefold: {waiting} children by forks that nobody saw wait for their pages: {then}");
+        eprintln!("pagefold: {waiting} children of forks that their agent did not see wait for pages: {then}");
     }
     out.is_empty() && waiting == 0
 }
@@ -96,7 +96,7 @@ mod tests {
     fn a_daemon_without_clients_hands_nothing_over() {
         let Some((client, _memory)) = client::tests::own(0, 1) else { return };
         let (_dir, cold, group) = with_group(Config { hand_over: true, ..Config::default() });
-        lock(&group.clients).insert(client.region, Arc::new(client));
+        lock(&group.clients).insert(client.client_id, Arc::new(client));
         assert!(!stop_with_keeper(&cold).1);
         group.remove(1);
         assert!(stop_with_keeper(&cold).1);
@@ -110,16 +110,16 @@ mod tests {
             let (dir, cold, group) = with_group(Config { hand_over, ..Config::default() });
             client.limits = limited(dir.path(), 999, 1000);
             let [to, from] = [memory.addr() + 4096, 1 << 30];
-            group.tier.store(client.region, from / 4096, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
+            group.tier.store(client.client_id, from / 4096, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
             client::tests::await_moved(&client, from, to);
             let client = Arc::new(client);
-            lock(&group.clients).insert(client.region, client.clone());
+            lock(&group.clients).insert(client.client_id, client.clone());
             assert_eq!(stop(&cold), !hand_over);
             let there = client.uffd.zero(pagefold_os::Range::pages_from(to, 1), 0).1;
             assert_eq!(there, Some(pagefold_os::Errno(libc::EEXIST)), "it reads zeros");
             // SAFETY: there, mapped and ours.
             assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
-            group.remove(client.region);
+            group.remove(client.client_id);
         }
     }
 
@@ -130,11 +130,11 @@ mod tests {
         client.uffd = client::tests::of_an_ended_process();
         let (_dir, cold, group) = with_group(Config::default());
         let page = memory.addr() / 4096;
-        group.tier.store(client.region, page, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
+        group.tier.store(client.client_id, page, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), pagefold_protocol::residency_map::EVICTED);
         assert_eq!(client.pages_out(&group.tier), 1);
-        lock(&group.clients).insert(client.region, Arc::new(client));
+        lock(&group.clients).insert(client.client_id, Arc::new(client));
         assert_eq!(stop_with_keeper(&cold), (true, true));
         group.remove(1);
     }
@@ -156,7 +156,7 @@ mod tests {
         let (_dir, cold, group) = with_group(Config::default());
         client.table.head().evicted.store(u64::MAX, Ordering::Relaxed);
         assert_eq!(client.pages_out(&group.tier), 0);
-        lock(&group.clients).insert(client.region, Arc::new(client));
+        lock(&group.clients).insert(client.client_id, Arc::new(client));
         assert_eq!(stop_with_keeper(&cold), (true, true));
         group.remove(1);
     }

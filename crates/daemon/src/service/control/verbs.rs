@@ -33,12 +33,12 @@ pub enum Request {
     /// Evict all memory of these clients to the cold tier.
     Park {
         /// The clients.
-        whom: ClientSelector,
+        clients: ClientSelector,
     },
     /// Bring all memory of these clients back from the cold tier.
     Unpark {
         /// The clients.
-        whom: ClientSelector,
+        clients: ClientSelector,
     },
     /// Compare every shared mapping with its slot.
     Verify {},
@@ -101,15 +101,15 @@ pub(super) fn perform(daemon: &Daemon, request: &Request) -> Answer {
         Request::Status {} => Answer::Status(Box::new(report::status(daemon))),
         Request::Verify {} => Answer::Verified(verify::verify(daemon)),
         Request::Stop {} => Answer::Done { count: 0 },
-        Request::Park { whom } => match park::park(daemon, whom) {
+        Request::Park { clients } => match park::park(daemon, clients) {
             Ok(Some((clients, pages))) => Answer::Moved { clients, pages },
-            Ok(None) => no_client(whom, "client", "there is no client; pagefold run starts one"),
+            Ok(None) => no_client(clients, "client", "there is no client; pagefold run starts one"),
             Err(message) => Answer::Error { message },
         },
-        Request::Unpark { whom } => match park::unpark(daemon, whom) {
+        Request::Unpark { clients } => match park::unpark(daemon, clients) {
             Some((clients, pages)) => Answer::Moved { clients, pages },
             None => {
-                no_client(whom, "client of the cold tier", "there is no client of the cold tier: nothing is parked")
+                no_client(clients, "client of the cold tier", "there is no client of the cold tier: nothing is parked")
             }
         },
         Request::Unmerge { pid } => unmerge(daemon, *pid),
