@@ -177,6 +177,9 @@ extern "C" fn on_signal(_: libc::c_int) {
 
 /// Runs the daemon.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
+    if let Some(lack) = pagefold_os::probe::too_old() {
+        return Err(format!("daemon needs {}: this is {}; {}", lack.name, lack.detail, lack.cure).into());
+    }
     let (_, total) = procfs::available_and_total();
     let socket = daemon_client::socket(args.socket.as_deref())?;
     let program = std::env::current_exe()?.into_os_string();

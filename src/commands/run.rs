@@ -175,7 +175,15 @@ fn prefer_ksm() -> Result<bool, Error> {
     }
     // SAFETY: the option takes numbers only.
     if unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0) } != 0 {
-        return Err(format!("KSM for this process: {}", std::io::Error::last_os_error()).into());
+        let error = std::io::Error::last_os_error();
+        return Err(match error.raw_os_error() {
+            Some(libc::EINVAL) => format!(
+                "KSM for a whole program needs kernel 6.4 or later: this is {}; boot a newer kernel",
+                pagefold_os::probe::release()
+            ),
+            _ => format!("KSM for this process: {error}"),
+        }
+        .into());
     }
     Ok(pagefold_os::ksm::read("run")? == 1)
 }

@@ -107,9 +107,23 @@ fn map_budget(args: &Args) -> u64 {
     args.vma_budget.unwrap_or_else(|| limit().unwrap_or(Config::MAX_MAP_COUNT_DEFAULT) / 4)
 }
 
-/// Why there is nothing to scan, in one line.
+/// Sources that an error line names; of more it gives the number.
+const NAMES_MAX: usize = 3;
+
+/// Why there is nothing to scan, in one line: each reason once, with the sources that it concerns.
 fn nothing(notes: &[Note]) -> String {
-    let why = notes.iter().map(|note| format!("{}: {}", who(note), note.what)).collect::<Vec<_>>().join("; ");
+    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
+    for note in notes {
+        match reasons.iter_mut().find(|(what, _)| *what == note.what) {
+            Some((_, names)) => names.push(who(note)),
+            None => reasons.push((&note.what, vec![who(note)])),
+        }
+    }
+    let line = |(what, names): &(&str, Vec<String>)| match names.len() {
+        count if count > NAMES_MAX => format!("{}: {what}", show_counted(count as u64, "source", "sources")),
+        _ => format!("{}: {what}", names.join(", ")),
+    };
+    let why = reasons.iter().map(line).collect::<Vec<_>>().join("; ");
     if why.is_empty() { "scan: no process to scan".into() } else { format!("scan: {why}") }
 }
 
@@ -351,4 +365,20 @@ fn sources(report: &Report, args: &Args, style: Style) -> String {
         text += &style.dim(&format!("and {} more; --verbose shows them\n", sources.len() - shown));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_of_many_sources_is_one_short_line() {
+        let note = |pid| Note { pid: Some(pid), name: String::new(), what: "needs PAGEMAP_SCAN".into(), failure: true };
+        let gone = Note { pid: None, name: "dump".into(), what: "no such process or file".into(), failure: true };
+        let mut notes: Vec<Note> = (1..=2).map(note).chain([gone]).collect();
+        assert_eq!(nothing(&notes), "scan: process 1, process 2: needs PAGEMAP_SCAN; dump: no such process or file");
+        notes.extend((3..=95).map(note));
+        assert_eq!(nothing(&notes), "scan: 95 sources: needs PAGEMAP_SCAN; dump: no such process or file");
+        assert_eq!(nothing(&[]), "scan: no process to scan");
+    }
 }

@@ -12,6 +12,7 @@ mod help;
 mod images;
 mod import;
 mod inherited;
+mod old_kernel;
 mod output;
 mod terminal;
 mod tool;

@@ -69,7 +69,7 @@ fn no_proc() -> Finding {
 }
 
 /// The kernel's release, of uname(2).
-fn release() -> String {
+pub fn release() -> String {
     // SAFETY: all-zero is a valid utsname.
     let mut names: libc::utsname = unsafe { core::mem::zeroed() };
     // SAFETY: the kernel writes into `names`, strings with a NUL behind them.
@@ -77,6 +77,11 @@ fn release() -> String {
         libc::uname(&raw mut names);
         std::ffi::CStr::from_ptr(names.release.as_ptr()).to_string_lossy().into_owned()
     }
+}
+
+/// Why this kernel is too old, if it is: no right and no setting mends that.
+pub fn too_old() -> Option<Finding> {
+    Some(kernel()).filter(|finding| !finding.works)
 }
 
 fn kernel() -> Finding {
