@@ -12,9 +12,6 @@ use std::time::Duration;
 const SETTLE: Duration = Duration::from_secs(60);
 
 /// Where memory control groups are: the directory and the file of the limit.
-///
-/// # Errors
-/// There are none, or their limits may not be set.
 fn root() -> io::Result<(PathBuf, &'static str)> {
     let unified = Path::new("/sys/fs/cgroup");
     let controllers = fs::read_to_string(unified.join("cgroup.controllers")).unwrap_or_default();
@@ -30,9 +27,6 @@ fn root() -> io::Result<(PathBuf, &'static str)> {
 
 /// Refuses groups of version 2: there zswap's pool counts against the limit of the swapped group, and the cold tier's memory
 /// counts for its daemon. One limit would not be the same for both.
-///
-/// # Errors
-/// As [`root`], or on version 2.
 pub fn zswap_lies_outside() -> io::Result<()> {
     match root()? {
         (_, "memory.max") => Err(io::Error::other(
@@ -51,9 +45,6 @@ pub struct Group {
 
 impl Group {
     /// Makes a group without a limit.
-    ///
-    /// # Errors
-    /// As [`root`], or if it cannot be made.
     pub fn new(name: &str) -> io::Result<Group> {
         let (root, limit) = root()?;
         let path = root.join(format!("pagefold-bench-{}-{name}", std::process::id()));
@@ -62,17 +53,13 @@ impl Group {
     }
 
     /// Sets the limit; the kernel reclaims memory down to it first, which may take several attempts.
-    ///
-    /// # Errors
-    /// The kernel does not get there within a minute.
+    /// Fails if the kernel does not get there within a minute.
     pub fn limit(&self, bytes: u64) -> io::Result<()> {
         wait_for("a control group's limit", SETTLE, || fs::write(&self.limit, bytes.to_string()).ok())
     }
 
     /// Says how readily the kernel swaps memory of this group instead of dropping its file cache.
-    ///
-    /// # Errors
-    /// The second version has no such setting.
+    /// Fails on the second version, which has no such setting.
     pub fn set_swappiness(&self, percent: u64) -> io::Result<()> {
         fs::write(self.path.join("memory.swappiness"), percent.to_string())
     }

@@ -17,6 +17,7 @@ mod published;
 mod record;
 mod redis;
 mod restore;
+mod scratch;
 mod stats;
 mod table;
 mod tool;

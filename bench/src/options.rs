@@ -14,15 +14,36 @@ pub enum Clock {
     Cpu,
 }
 
+/// How much a bench measures, and how it prints that.
+#[derive(Args, Debug)]
+pub struct Extent {
+    /// Seconds to minutes: small inputs, one round.
+    #[arg(long, conflicts_with = "full")]
+    pub quick: bool,
+    /// The sizes of the published figures, as far as they fit into this machine.
+    #[arg(long)]
+    pub full: bool,
+    /// JSON instead of tables.
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl Extent {
+    /// The number of rounds; without --rounds one with --quick, else five.
+    pub fn rounds(&self, asked: Option<usize>) -> usize {
+        asked.unwrap_or(if self.quick { 1 } else { 5 })
+    }
+}
+
 /// A number of things, at least one.
-fn positive(text: &str) -> Result<usize, String> {
+pub fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "a whole number, at least 1".to_owned())
 }
 
 /// Options of the benches of indexes and stores.
 #[derive(Args, Debug)]
 pub struct Common {
-    /// Keys in the structure.
+    /// Keys in the structure; without it a million (with --quick 200,000).
     #[arg(long, value_name = "N", value_parser = positive)]
     pub keys: Option<usize>,
     /// Threads, as a list: each number is measured.
@@ -31,18 +52,8 @@ pub struct Common {
     /// Rounds; the median and the spread are shown.
     #[arg(long, value_name = "N", value_parser = positive)]
     pub rounds: Option<usize>,
-    /// Rates by wall-clock time or by processor time.
-    #[arg(long, value_enum, default_value = "wall")]
-    pub clock: Clock,
-    /// A minute: 200,000 keys, one round.
-    #[arg(long, conflicts_with = "full")]
-    pub quick: bool,
-    /// The published figures: tens of millions of keys, five rounds.
-    #[arg(long)]
-    pub full: bool,
-    /// JSON instead of text.
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub extent: Extent,
     /// One measurement in this process (used by the driver).
     #[arg(long, hide = true, value_name = "PLAN")]
     pub child: Option<String>,
@@ -51,9 +62,9 @@ pub struct Common {
 impl Common {
     /// The number of keys; without --keys, `full` with --full.
     pub fn keys(&self, full: usize) -> usize {
-        self.keys.unwrap_or(if self.quick {
+        self.keys.unwrap_or(if self.extent.quick {
             200_000
-        } else if self.full {
+        } else if self.extent.full {
             full
         } else {
             1_000_000
@@ -62,7 +73,7 @@ impl Common {
 
     /// The number of rounds.
     pub fn rounds(&self) -> usize {
-        self.rounds.unwrap_or(if self.quick { 1 } else { 5 })
+        self.extent.rounds(self.rounds)
     }
 }
 

@@ -13,17 +13,11 @@ pub struct Running(pub Child);
 
 impl Running {
     /// Starts a program; an error names it.
-    ///
-    /// # Errors
-    /// The program is missing, or the system's.
     pub fn start(command: &mut Command) -> io::Result<Running> {
         command.spawn().map(Running).map_err(|error| named(command, error))
     }
 
     /// As [`Running::start`], without input and output.
-    ///
-    /// # Errors
-    /// As [`Running::start`].
     pub fn start_silent(command: &mut Command) -> io::Result<Running> {
         Running::start(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()))
     }
@@ -46,9 +40,6 @@ fn named(command: &Command, error: io::Error) -> io::Error {
 }
 
 /// Runs a program to its end and returns what it printed.
-///
-/// # Errors
-/// The program is missing, or what it said when it failed.
 pub fn output(command: &mut Command) -> io::Result<String> {
     let Output { status, stdout, stderr } =
         command.stdin(Stdio::null()).output().map_err(|error| named(command, error))?;
@@ -60,25 +51,16 @@ pub fn output(command: &mut Command) -> io::Result<String> {
 }
 
 /// Runs a program with these arguments to its end.
-///
-/// # Errors
-/// As [`output`].
 pub fn run(program: &str, args: &[&str]) -> io::Result<()> {
     output(Command::new(program).args(args)).map(drop)
 }
 
 /// Runs a script of the shell, which ends at the first failure.
-///
-/// # Errors
-/// As [`output`].
 pub fn sh(script: &str) -> io::Result<()> {
     run("sh", &["-ec", script]).map_err(|error| io::Error::other(format!("{script}: {error}")))
 }
 
 /// This program again, as a helper of a bench.
-///
-/// # Errors
-/// The system's.
 pub fn own(bench: &str) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg(bench);
@@ -86,9 +68,6 @@ pub fn own(bench: &str) -> io::Result<Command> {
 }
 
 /// The tool, which cargo builds beside this program.
-///
-/// # Errors
-/// It is not built.
 pub fn tool() -> io::Result<PathBuf> {
     let tool = std::env::current_exe()?.with_file_name("pagefold");
     match tool.exists() {
@@ -98,9 +77,7 @@ pub fn tool() -> io::Result<PathBuf> {
 }
 
 /// Asks every few milliseconds until `ready` returns a value.
-///
-/// # Errors
-/// `what` did not come about within `limit`.
+/// Fails after `limit`, and names `what`.
 pub fn wait_for<T>(what: &str, limit: Duration, mut ready: impl FnMut() -> Option<T>) -> io::Result<T> {
     let began = Instant::now();
     loop {

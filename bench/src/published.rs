@@ -183,9 +183,6 @@ impl Definition {
     }
 
     /// The value of a formula: numbers, names of published rows, `+ - * /` and parentheses.
-    ///
-    /// # Errors
-    /// What cannot be read.
     pub fn calculate(&self, formula: &str) -> Result<f64, String> {
         let mut rest = formula;
         let value = self.sum(&mut rest)?;

@@ -103,9 +103,6 @@ fn machine(circumstances: &Value) -> String {
 }
 
 /// Writes what was measured with its circumstances to `DIR/CPU-KERNEL/DATE-BENCH[-TAG].json`.
-///
-/// # Errors
-/// The system's.
 pub fn write(dir: &Path, bench: &str, tag: &str, args: &[String], measured: &Measured) -> std::io::Result<PathBuf> {
     let circumstances = circumstances();
     let dir = dir.join(machine(&circumstances));

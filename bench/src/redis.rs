@@ -17,9 +17,6 @@ pub struct Redis {
 
 impl Redis {
     /// Starts the server `command`, which may be run by another program.
-    ///
-    /// # Errors
-    /// There is no redis-server, or it does not listen.
     pub fn start(mut command: Command, folder: &Path) -> io::Result<Redis> {
         let socket = folder.join("redis.sock");
         command.args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"]).arg(&socket);
@@ -29,17 +26,11 @@ impl Redis {
     }
 
     /// A connection.
-    ///
-    /// # Errors
-    /// The server does not listen.
     pub fn connect(&self) -> io::Result<UnixStream> {
         wait_for("redis-server", Duration::from_secs(20), || UnixStream::connect(&self.socket).ok())
     }
 
     /// Sets keys to values.
-    ///
-    /// # Errors
-    /// The server refuses one.
     pub fn set(&self, entries: impl Iterator<Item = (String, String)>) -> io::Result<()> {
         let mut stream = self.connect()?;
         let (mut request, mut count) = (String::new(), 0);

@@ -61,9 +61,6 @@ impl Undo {
     }
 
     /// Sets a switch of the kernel that [`SETTINGS`] lists; dropping this restores the old value.
-    ///
-    /// # Errors
-    /// There is no such switch, or it refuses.
     pub fn set(path: &'static str, value: &str) -> io::Result<Undo> {
         debug_assert!(SETTINGS.contains(&path), "{path} would stay as it is after a kill");
         let old = setting(path).ok_or_else(|| io::Error::other(format!("{path}: no such switch")))?;
@@ -86,9 +83,6 @@ impl Drop for Undo {
 }
 
 /// A new folder in the run's temporary one, removed when this is dropped.
-///
-/// # Errors
-/// The system's.
 pub fn folder(name: &str) -> io::Result<(PathBuf, Undo)> {
     let path = std::env::temp_dir().join(format!("{NAME}-{name}-{}", std::process::id()));
     fs::create_dir_all(&path)?;
@@ -103,9 +97,6 @@ pub struct SwapFile {
 
 impl SwapFile {
     /// Makes a file of `bytes` at `path`, and has the kernel swap to it.
-    ///
-    /// # Errors
-    /// A tool is missing or refuses: not root, no space, a file system without swap files.
     pub fn new(path: PathBuf, bytes: u64) -> io::Result<SwapFile> {
         let name = path.to_string_lossy().into_owned();
         let file = Undo::remove(path);

@@ -16,9 +16,6 @@ pub struct Daemon {
 
 impl Daemon {
     /// Starts `pagefold daemon` with these options and a socket in `dir`.
-    ///
-    /// # Errors
-    /// The tool is not built, or its daemon does not answer.
     pub fn start(dir: &Path, options: &[&str]) -> io::Result<Daemon> {
         let (tool, socket) = (process::tool()?, dir.join("daemon.sock"));
         let mut command = Command::new(&tool);
@@ -35,18 +32,12 @@ impl Daemon {
     }
 
     /// Its status.
-    ///
-    /// # Errors
-    /// As [`process::output`].
     pub fn status(&self) -> io::Result<Value> {
         let text = process::output(Command::new(&self.tool).args(["status", "--json", "--socket"]).arg(&self.socket))?;
         serde_json::from_str(&text).map_err(io::Error::other)
     }
 
     /// Evicts the memory of all cold clients.
-    ///
-    /// # Errors
-    /// As [`process::output`].
     pub fn park(&self) -> io::Result<()> {
         process::output(Command::new(&self.tool).args(["park", "--all", "--socket"]).arg(&self.socket)).map(drop)
     }

@@ -23,9 +23,7 @@ pub struct Boot {
 
 impl Boot {
     /// Prepares kernel and initial file system in `dir`.
-    ///
-    /// # Errors
-    /// What is missing, and the package that has it.
+    /// The error names what is missing, and the package that has it.
     pub fn prepare(dir: &Path) -> Result<Boot, Failure> {
         for (program, package) in [
             ("/usr/bin/qemu-system-x86_64", "qemu-system-x86"),
@@ -63,16 +61,12 @@ const DRIVERS: [&str; 4] = ["virtio_pci.ko", "virtio_blk.ko", "crc32c_generic.ko
 pub struct Setup {
     /// Its memory.
     pub memory_mib: usize,
-    /// Its disk, as QEMU's `-drive` takes it (`file=…,format=raw,cache=none`), or empty where `extra` has it.
+    /// Its disk, as QEMU's `-drive` takes it (`file=…,format=raw,cache=none`), or empty for none.
     pub drive: String,
     /// How it runs; plain emulation if not said.
     pub accel: Option<String>,
-    /// More arguments for QEMU.
-    pub extra: Vec<String>,
     /// What runs QEMU (`pagefold run …`), if anything.
     pub under: Vec<String>,
-    /// Environment of that.
-    pub env: Vec<(String, String)>,
     /// Control group it is charged to: its directory.
     pub group: Option<PathBuf>,
 }
@@ -87,9 +81,6 @@ pub struct Guest {
 
 impl Guest {
     /// Starts a guest; [`Guest::ready`] waits for it.
-    ///
-    /// # Errors
-    /// QEMU cannot be started.
     pub fn start(boot: &Boot, setup: &Setup) -> Result<Guest, Failure> {
         let mut words = setup.under.clone();
         words.push("qemu-system-x86_64".to_owned());
@@ -102,7 +93,6 @@ impl Guest {
         if !setup.drive.is_empty() {
             command.arg("-drive").arg(format!("{},if=virtio", setup.drive));
         }
-        command.args(&setup.extra).envs(setup.env.iter().cloned());
         if let Some(group) = &setup.group {
             crate::group::join(&mut command, group);
         }
@@ -115,26 +105,17 @@ impl Guest {
     }
 
     /// Waits until the guest has booted.
-    ///
-    /// # Errors
-    /// It ended, or says nothing.
     pub fn ready(&mut self) -> Result<(), Failure> {
         self.wait().map(drop)
     }
 
     /// Begins a command of the guest's shell; [`Guest::wait`] waits for its end.
-    ///
-    /// # Errors
-    /// The guest is gone.
     pub fn begin(&mut self, command: &str) -> Result<(), Failure> {
         self.commands += 1;
         Ok(self.input.write_all(format!("{command}\n").as_bytes())?)
     }
 
     /// Waits for the end of the last command and returns the last line it said.
-    ///
-    /// # Errors
-    /// The guest ended, or is silent for too long.
     pub fn wait(&mut self) -> Result<String, Failure> {
         let mark = format!("GUEST-DONE {} ", self.commands);
         let started = Instant::now();
@@ -158,9 +139,6 @@ impl Guest {
 }
 
 /// Whether all guests said the same, and something.
-///
-/// # Errors
-/// They did not.
 pub fn same(said: &[String]) -> Result<(), Failure> {
     match said.windows(2).all(|pair| pair[0] == pair[1]) && !said.iter().any(String::is_empty) {
         true => Ok(()),
@@ -169,9 +147,6 @@ pub fn same(said: &[String]) -> Result<(), Failure> {
 }
 
 /// Runs one command on all guests at the same time and returns what each said.
-///
-/// # Errors
-/// As [`Guest::wait`].
 pub fn all(guests: &mut [Guest], command: &str) -> Result<Vec<String>, Failure> {
     guests.iter_mut().try_for_each(|guest| guest.begin(command))?;
     guests.iter_mut().map(Guest::wait).collect()

@@ -39,6 +39,31 @@ pub trait Map: Send + Sync {
     }
 }
 
+/// Implements [`Map`] by an expression for each call: the map, the key and the value are named first.
+#[macro_export]
+macro_rules! map {
+    ($type:ty, $map:ident, $key:ident, $value:ident, $get:expr, $insert:expr, $remove:expr $(, $more:item)*) => {
+        impl $crate::Map for $type {
+            fn get(&self, $key: u64) -> Option<u64> {
+                let $map = self;
+                $get
+            }
+
+            fn insert(&self, $key: u64, $value: u64) -> bool {
+                let $map = self;
+                $insert
+            }
+
+            fn remove(&self, $key: u64, _: u64) -> bool {
+                let $map = self;
+                $remove
+            }
+
+            $($more)*
+        }
+    };
+}
+
 /// One multiplication and a shift: the keys are random, and a costly hash would only slow the hashed peers down.
 #[derive(Default, Clone, Copy)]
 pub struct FastHasher(u64);

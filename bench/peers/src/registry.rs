@@ -1,6 +1,6 @@
 //! Concurrent maps from the registry.
 
-use crate::{FastBuild, Maker, Map};
+use crate::{FastBuild, Maker, Map, map};
 
 /// The peers of feature `registry`.
 pub fn all() -> Vec<Maker> {
@@ -26,30 +26,6 @@ pub fn all() -> Vec<Maker> {
         ("congee", "congee (ART)", |_, _| Box::new(congee::U64Congee::<usize>::new())),
         ("masstree", "masstree crate, inline values", |_, _| Box::new(masstree::MassTree15Inline::<u64>::new())),
     ]
-}
-
-/// Implements [`Map`] by an expression for each call: the map, the key and the value are named first.
-macro_rules! map {
-    ($type:ty, $map:ident, $key:ident, $value:ident, $get:expr, $insert:expr, $remove:expr $(, $more:item)*) => {
-        impl Map for $type {
-            fn get(&self, $key: u64) -> Option<u64> {
-                let $map = self;
-                $get
-            }
-
-            fn insert(&self, $key: u64, $value: u64) -> bool {
-                let $map = self;
-                $insert
-            }
-
-            fn remove(&self, $key: u64, _value: u64) -> bool {
-                let $map = self;
-                $remove
-            }
-
-            $($more)*
-        }
-    };
 }
 
 type Papaya = papaya::HashMap<u64, u64, FastBuild>;

@@ -1,5 +1,6 @@
 //! Options and sizes.
 
+use crate::options::Extent;
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -28,15 +29,8 @@ pub enum Part {
 pub struct Args {
     /// Parts to measure; all if none is named.
     pub part: Vec<Part>,
-    /// Seconds to minutes: small images, two guests.
-    #[arg(long, conflicts_with = "full")]
-    pub quick: bool,
-    /// Files of a gigabyte, as the paper has them (half of one where four guests read).
-    #[arg(long)]
-    pub full: bool,
-    /// JSON instead of tables.
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub extent: Extent,
     /// Images of bench/fetch-images.sh, which hold real packages, in addition to images made here.
     #[arg(long, value_name = "DIR")]
     pub inputs: Option<PathBuf>,
@@ -69,12 +63,12 @@ impl Size {
             all_peers: true,
             ksm_alone: Duration::from_secs(60),
         };
-        if args.full {
-            // Four copies are more than the guests may have; with larger ones the disk takes a quarter of an hour.
+        if args.extent.full {
+            // Files of a gigabyte, as the paper has them. Four copies are more than the guests may have; with larger ones the disk takes a quarter of an hour.
             let guests = GuestSize { file_mib: 512, ..guests };
             return Size { images: 6, tree_mib: 400, file_mib: 1024, round: Duration::from_secs(2), guests };
         }
-        if args.quick {
+        if args.extent.quick {
             let guests = GuestSize {
                 guests: &[2],
                 tree_mib: 16,

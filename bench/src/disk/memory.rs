@@ -1,18 +1,18 @@
 //! Memory for images that differ by an upgrade.
 
 use super::args::Size;
-use super::scratch::Scratch;
 use super::server::{Mount, Server};
 use crate::files::{cached_bytes, copy_files, drop_cached, ext4, read_data};
 use crate::process::{Failure, run};
 use crate::record;
+use crate::scratch::Scratch;
 use crate::stats::Random;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Makes the images: image n is installed apart, after one package (every 20th file) was upgraded to version n.
 fn make_images(scratch: &Scratch, size: &Size) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
-    let (tree, directory) = (scratch.dir("tree")?, scratch.dir("images")?);
+    let (tree, directory) = (scratch.sub("tree")?, scratch.sub("images")?);
     let from = ["/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/share"].map(PathBuf::from);
     let files = copy_files(&from, &tree, size.tree_mib, true)?;
     let mut images = Vec::new();
@@ -66,8 +66,8 @@ pub(super) fn memory(scratch: &Scratch, size: &Size, inputs: Option<&Path>) -> R
 
 /// Disk images of a Debian root with each version of a package, as `bench/fetch-images.sh` fetched them.
 fn upgraded_images(scratch: &Scratch, inputs: &Path, name: &str) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
-    let directory = scratch.dir(&format!("real-{name}"))?;
-    let merged = scratch.dir("merged")?;
+    let directory = scratch.sub(&format!("real-{name}"))?;
+    let merged = scratch.sub("merged")?;
     let mut images = Vec::new();
     for version in [1, 2] {
         let (base, layer) = (inputs.join("base"), inputs.join(format!("layers/{name}-{version}")));
@@ -130,7 +130,7 @@ fn memory_of(
 
 /// What the page cache would hold of a base and of overlays with the clusters that differ, all read.
 fn overlays(scratch: &Scratch, images: &[PathBuf]) -> Result<u64, Failure> {
-    let directory = scratch.dir("overlays")?;
+    let directory = scratch.sub("overlays")?;
     let base = images[0].display().to_string();
     let mut bytes = cached_bytes(&images[0])?;
     for (n, image) in images.iter().enumerate().skip(1) {

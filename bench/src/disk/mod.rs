@@ -8,13 +8,12 @@ mod args;
 mod guests;
 mod memory;
 mod reads;
-mod scratch;
 mod server;
 
 use crate::process::{self, Failure};
+use crate::scratch::Scratch;
 use crate::{options, record};
 use args::{Args, Part, Size};
-use scratch::Scratch;
 use serde_json::json;
 use std::path::Path;
 use std::process::ExitCode;
@@ -41,7 +40,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
     }
     record::emit_versions(json!({ "qemu": record::first_line(&["qemu-system-x86_64", "--version"]) }));
     let size = Size::of(args);
-    let scratch = Scratch::new()?;
+    let scratch = Scratch::new(Path::new("/var/tmp"), false)?;
     let wanted = |part: Part| args.part.is_empty() || args.part.contains(&part);
     if wanted(Part::Reads) {
         reads::reads(&scratch, &size)?;

@@ -1,11 +1,11 @@
 //! Warm reads.
 
 use super::args::Size;
-use super::scratch::Scratch;
 use super::server::{Mount, Server};
 use crate::files::{random_file, read_through};
 use crate::process::Failure;
 use crate::record;
+use crate::scratch::Scratch;
 use crate::stats::{Random, quartiles};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -57,13 +57,15 @@ fn read_in_pieces(path: &Path) -> Result<(), Failure> {
 }
 
 pub(super) fn reads(scratch: &Scratch, size: &Size) -> Result<(), Failure> {
-    let directory = scratch.dir("reads")?;
+    let directory = scratch.sub("reads")?;
     let path = directory.join("image");
     random_file(&path, size.file_mib, 7)?;
     let cache_mib = size.file_mib + 64;
     let ours = Server::start(scratch, Mount { cache_mib, ..Mount::cache(&directory) })?;
     let plain = Server::start(scratch, Mount { kind: "plain".into(), ..Mount::cache(&directory) })?;
-    let clone = scratch.clone_of(&directory)?;
+    // One directory is served once: the second mount has the same file under another.
+    let clone = scratch.sub("clone")?;
+    std::fs::hard_link(&path, clone.join("image"))?;
     let scattered = Server::start(scratch, Mount { cache_mib, name: "scattered".into(), ..Mount::cache(&clone) })?;
     read_in_pieces(&scattered.at.join("image"))?;
     let places = [

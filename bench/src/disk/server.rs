@@ -1,7 +1,7 @@
 //! The servers: pagefold's mount and a plain pass-through, each in a process of its own.
 
-use super::scratch::Scratch;
 use crate::process::{self, Failure, wait_for};
+use crate::scratch::Scratch;
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, KernelConfig, OpenFlags,
     ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
@@ -55,8 +55,8 @@ pub(super) struct Server {
 
 impl Server {
     pub(super) fn start(scratch: &Scratch, mount: Mount) -> Result<Self, Failure> {
-        let at = scratch.dir(&format!("mnt-{}{}", mount.kind, mount.name))?;
-        let runtime = scratch.dir("run")?;
+        let at = scratch.sub(&format!("mnt-{}{}", mount.kind, mount.name))?;
+        let runtime = scratch.sub("run")?;
         let own = process::own("pagecache")?;
         let mut command = match mount.under.split_first() {
             None => own,

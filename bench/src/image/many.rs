@@ -1,7 +1,7 @@
 //! Many images in one store.
 
-use super::scratch::Scratch;
 use crate::process::{self, Failure};
+use crate::scratch::Scratch;
 use pagefold_image::store::Store;
 use pagefold_image::tree::{Inode, Kind, Meta, Tree};
 use pagefold_image::{gc, stat};

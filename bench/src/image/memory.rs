@@ -1,14 +1,14 @@
 //! What trees hold in memory: all of them read, and their programs run.
 
 use super::composefs::Composefs;
-use super::scratch::Scratch;
 use super::trees::*;
 use crate::process::{Failure, sh};
+use crate::scratch::Scratch;
 use pagefold_image::mount::{self, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::stat::resident_bytes;
 use pagefold_image::store::{Record, Store};
-use pagefold_image::{export, scan, stat};
+use pagefold_image::{export, scan};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -196,9 +196,6 @@ impl Ways<'_> {
         }
         let (objects, metadata) = pagefold_memory(store, &mounts);
         self.row("pagefold", objects, metadata);
-        let (total, _) = stat::stat(store, &[])?;
-        self.out.push(json!({ "bench": "stat", "pair": self.pair.name, "memory_saved_bytes": total.memory_saved_bytes,
-            "plain_minus_pagefold_bytes": self.plain.saturating_sub(objects + metadata) }));
         Ok(mounts)
     }
 }

@@ -9,12 +9,12 @@
 mod composefs;
 mod many;
 mod memory;
-mod scratch;
 mod table;
 mod times;
 mod trees;
 
 use crate::process::{self, Failure, sh};
+use crate::scratch::Scratch;
 use crate::stats::Random;
 use crate::{options, record};
 use clap::Parser;
@@ -23,7 +23,6 @@ use many::{look, many_images};
 use memory::{Pair, memory_of_pair, run_time};
 use pagefold_image::mount::{self, Options};
 use pagefold_image::store::Store;
-use scratch::Scratch;
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -241,10 +240,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
         return Ok(());
     }
     let target = PathBuf::from(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()));
-    let parent = args.dir.as_ref().unwrap_or(&target);
-    let dir = parent.join(format!("pagefold-bench-{}-erofs", std::process::id()));
-    fs::create_dir_all(&dir).map_err(|error| format!("{}: {error}", dir.display()))?;
-    let scratch = Scratch { dir: dir.canonicalize().unwrap_or(dir), keep: args.keep };
+    let scratch = Scratch::new(args.dir.as_ref().unwrap_or(&target), args.keep)?;
     let inputs = args.inputs.clone().unwrap_or_else(|| target.join("bench-images"));
     // The file that the script writes last.
     if args.full && !inputs.join("versions").exists() {

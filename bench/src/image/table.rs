@@ -4,7 +4,7 @@ use crate::table::{counted, print as print_rows};
 use serde_json::Value;
 
 /// Kind of a row, title of its table, columns.
-const TABLES: [(&str, &str, &str); 8] = [
+const TABLES: [(&str, &str, &str); 7] = [
     (
         "read-all",
         "Every file of both versions read: memory by each way of keeping the trees",
@@ -15,11 +15,6 @@ const TABLES: [(&str, &str, &str); 8] = [
         "What sharing could save, by the unit that is shared",
         "pair|MiB=total_bytes:M1|files=file_percent:1 %|64 KiB=chunk_64k_percent:1 %|16 KiB=chunk_16k_percent:1 %|\
          4 KiB=page_4k_percent:1 %",
-    ),
-    (
-        "stat",
-        "Memory saved, as `image stat` counts it and as the difference to plain directories",
-        "pair|counted MiB=memory_saved_bytes:M1|difference MiB=plain_minus_pagefold_bytes:M1",
     ),
     (
         "run time",

@@ -1,9 +1,9 @@
 //! What mounts and builds take: warm reads and maps, cold starts, builds.
 
 use super::composefs::Composefs;
-use super::scratch::Scratch;
 use super::trees::*;
 use crate::process::{self, Failure, sh, wait_for};
+use crate::scratch::Scratch;
 use crate::stats::Spread;
 use pagefold_image::profile::Profile;
 use pagefold_image::store::{Record, Store};

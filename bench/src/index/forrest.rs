@@ -1,6 +1,6 @@
 //! forrest among the maps.
 
-use bench_peers::{Maker, Map};
+use bench_peers::{Maker, map};
 use forrest::{Options, Store};
 use std::path::PathBuf;
 
@@ -37,19 +37,10 @@ pub fn number(value: &[u8]) -> u64 {
 
 struct Forrest(Store);
 
-impl Map for Forrest {
-    fn get(&self, key: u64) -> Option<u64> {
-        self.0.get(&key.to_le_bytes()).map(|value| number(&value))
-    }
-
-    fn insert(&self, key: u64, value: u64) -> bool {
-        !self.0.set(&key.to_le_bytes(), &value.to_le_bytes()).expect("memory")
-    }
-
-    fn remove(&self, key: u64, _value: u64) -> bool {
-        self.0.delete(&key.to_le_bytes()).expect("a thread record")
-    }
-
+map! { Forrest, map, key, value,
+    map.0.get(&key.to_le_bytes()).map(|value| number(&value)),
+    !map.0.set(&key.to_le_bytes(), &value.to_le_bytes()).expect("memory"),
+    map.0.delete(&key.to_le_bytes()).expect("a thread record"),
     fn get_many(&self, keys: &[u64], found: &mut [Option<u64>]) -> bool {
         let mut bytes = [[0; 8]; 256];
         for (keys, found) in keys.chunks(256).zip(found.chunks_mut(256)) {
@@ -59,15 +50,13 @@ impl Map for Forrest {
             self.0.get_many(&bytes[..keys.len()], |index, value| found[index] = value.map(number));
         }
         true
-    }
-
+    },
     fn insert_many(&self, pairs: &[(u64, u64)]) -> bool {
         let pairs: Vec<([u8; 8], [u8; 8])> =
             pairs.iter().map(|(key, value)| (key.to_le_bytes(), value.to_le_bytes())).collect();
         self.0.set_many(&pairs).expect("memory");
         true
-    }
-
+    },
     fn scan(&self, from: u64, count: usize) -> Option<u64> {
         // The order of the little-endian bytes: any total order serves a bench.
         let scan = self.0.scan(&from.to_le_bytes()..).ok()?;

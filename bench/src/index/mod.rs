@@ -29,6 +29,9 @@ use std::time::Duration;
 struct Args {
     #[command(flatten)]
     common: Common,
+    /// Rates by wall-clock time or by processor time.
+    #[arg(long, value_enum, default_value = "wall")]
+    clock: Clock,
     /// Which operations.
     #[arg(long, value_enum, default_value = "all")]
     mix: Mix,
@@ -132,9 +135,7 @@ fn drive(args: &Args) -> Result<(), String> {
         .iter()
         .map(|row| {
             let mut row = json!(row);
-            for (name, value) in
-                [("mix", json!(args.mix)), ("dist", json!(args.dist)), ("clock", json!(args.common.clock))]
-            {
+            for (name, value) in [("mix", json!(args.mix)), ("dist", json!(args.dist)), ("clock", json!(args.clock))] {
                 row[name] = value;
             }
             row["bench"] = "index".into();
@@ -142,10 +143,10 @@ fn drive(args: &Args) -> Result<(), String> {
             row
         })
         .collect();
-    if !args.common.json {
+    if !args.common.extent.json {
         eprint!("\r{:70}\r", "");
     }
-    print_tables(&rows, args.common.clock);
+    print_tables(&rows, args.clock);
     crate::record::emit(rows);
     Ok(())
 }
@@ -164,9 +165,9 @@ fn measure_rows(args: &Args, rounds: usize, rows: &mut [Row]) {
                 threads: row.threads,
                 mix: if args.growth { Mix::Read } else { args.mix },
                 dist: args.dist,
-                clock: args.common.clock,
+                clock: args.clock,
                 huge: row.pages == "huge",
-                operations: if args.common.quick { 400_000 } else { 4_000_000 },
+                operations: if args.common.extent.quick { 400_000 } else { 4_000_000 },
                 seed: round as u64,
             };
             let figures = match in_child(&plan) {
@@ -181,7 +182,7 @@ fn measure_rows(args: &Args, rounds: usize, rows: &mut [Row]) {
             for (name, value) in figures {
                 row.figures.entry(name).or_default().push(value);
             }
-            if !args.common.json && std::io::stderr().is_terminal() {
+            if !args.common.extent.json && std::io::stderr().is_terminal() {
                 eprint!(
                     "\rround {}/{rounds}: {:<18} {} keys, {} threads   ",
                     round + 1,

@@ -1,6 +1,6 @@
 //! All structures of this build: ours, those of the standard library, and the peers.
 
-use bench_peers::{FastBuild, Maker, Map};
+use bench_peers::{FastBuild, Maker, Map, map};
 use llds::b_tree::BTree;
 use llds::sd_tree::SdTree;
 use std::collections::{BTreeMap, HashMap};
@@ -63,47 +63,27 @@ impl Map for Tree {
 
 struct Ordered(BTree<u64>);
 
-impl Map for Ordered {
-    fn get(&self, key: u64) -> Option<u64> {
-        self.0.get(key)
-    }
-
-    fn insert(&self, key: u64, value: u64) -> bool {
-        self.0.insert_or_replace(key, value).expect("memory").is_none()
-    }
-
-    fn remove(&self, key: u64, _value: u64) -> bool {
-        self.0.remove(key).is_some()
-    }
-
+map! { Ordered, map, key, value,
+    map.0.get(key),
+    map.0.insert_or_replace(key, value).expect("memory").is_none(),
+    map.0.remove(key).is_some(),
     fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
         !self.insert(key, value)
-    }
-
+    },
     fn get_many(&self, keys: &[u64], found: &mut [Option<u64>]) -> bool {
         self.0.get_many(keys, found);
         true
-    }
-
+    },
     fn scan(&self, from: u64, count: usize) -> Option<u64> {
         Some(self.0.scan(from..).take(count).fold(0, |sum, (_, value)| sum.wrapping_add(value)))
     }
 }
 
 struct Locked(RwLock<HashMap<u64, u64, FastBuild>>);
-
-impl Map for Locked {
-    fn get(&self, key: u64) -> Option<u64> {
-        self.0.read().expect("no panics").get(&key).copied()
-    }
-
-    fn insert(&self, key: u64, value: u64) -> bool {
-        self.0.write().expect("no panics").insert(key, value).is_none()
-    }
-
-    fn remove(&self, key: u64, _value: u64) -> bool {
-        self.0.write().expect("no panics").remove(&key).is_some()
-    }
+map! { Locked, map, key, value,
+    map.0.read().expect("no panics").get(&key).copied(),
+    map.0.write().expect("no panics").insert(key, value).is_none(),
+    map.0.write().expect("no panics").remove(&key).is_some()
 }
 
 struct Sharded(Vec<Mutex<HashMap<u64, u64, FastBuild>>>);
@@ -114,39 +94,20 @@ impl Sharded {
     }
 }
 
-impl Map for Sharded {
-    fn get(&self, key: u64) -> Option<u64> {
-        self.shard(key).get(&key).copied()
-    }
-
-    fn insert(&self, key: u64, value: u64) -> bool {
-        self.shard(key).insert(key, value).is_none()
-    }
-
-    fn remove(&self, key: u64, _value: u64) -> bool {
-        self.shard(key).remove(&key).is_some()
-    }
+map! { Sharded, map, key, value,
+    map.shard(key).get(&key).copied(),
+    map.shard(key).insert(key, value).is_none(),
+    map.shard(key).remove(&key).is_some()
 }
 
 struct LockedOrdered(RwLock<BTreeMap<u64, u64>>);
-
-impl Map for LockedOrdered {
-    fn get(&self, key: u64) -> Option<u64> {
-        self.0.read().expect("no panics").get(&key).copied()
-    }
-
-    fn insert(&self, key: u64, value: u64) -> bool {
-        self.0.write().expect("no panics").insert(key, value).is_none()
-    }
-
-    fn remove(&self, key: u64, _value: u64) -> bool {
-        self.0.write().expect("no panics").remove(&key).is_some()
-    }
-
+map! { LockedOrdered, map, key, value,
+    map.0.read().expect("no panics").get(&key).copied(),
+    map.0.write().expect("no panics").insert(key, value).is_none(),
+    map.0.write().expect("no panics").remove(&key).is_some(),
     fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
         !self.insert(key, value)
-    }
-
+    },
     fn scan(&self, from: u64, count: usize) -> Option<u64> {
         let map = self.0.read().expect("no panics");
         Some(map.range(from..).take(count).fold(0, |sum, (_, &value)| sum.wrapping_add(value)))

@@ -1,9 +1,7 @@
 //! A store that processes share, beside threads of one process, LMDB and redis.
 
-use super::clock::{clock, timed};
+use super::timed;
 use crate::index::forrest::number;
-use crate::index::run::thread_seconds;
-use crate::options::Clock;
 use crate::process::{self, Running};
 use crate::redis::Redis;
 use crate::restore::Undo;
@@ -89,7 +87,7 @@ fn processes(folder: &Path, keys: usize, readers: usize, kind: &str) -> Option<f
     };
     let mut children: Vec<Running> = (0..readers)
         .filter_map(|reader| {
-            let plan = format!("reader {kind} {keys} {reader} wall {}", path.display());
+            let plan = format!("reader {kind} {keys} {reader} {}", path.display());
             let mut command = process::own("kv").ok()?;
             Running::start(command.args(["--child", &plan]).stdin(Stdio::piped()).stdout(Stdio::piped())).ok()
         })
@@ -106,17 +104,7 @@ fn processes(folder: &Path, keys: usize, readers: usize, kind: &str) -> Option<f
     for child in &mut children {
         child.0.stdout.as_mut()?.read_exact(&mut byte).ok()?;
     }
-    let mut seconds = start.elapsed().as_secs_f64();
-    // Each prints at its end how long it had a processor.
-    let mut busy = 0.0;
-    for child in &mut children {
-        let mut text = String::new();
-        child.0.stdout.as_mut()?.read_to_string(&mut text).ok()?;
-        busy += text.trim().parse::<f64>().ok()?;
-    }
-    if clock() == Clock::Cpu {
-        seconds = busy / readers as f64;
-    }
+    let seconds = start.elapsed().as_secs_f64();
     let good = children.iter_mut().all(|child| child.0.wait().is_ok_and(|status| status.success()));
     (good && children.len() == readers).then(|| (keys * readers) as f64 / seconds / 1e6)
 }
@@ -136,14 +124,12 @@ pub(super) fn reader(kind: &str, keys: usize, reader: usize, path: &Path) {
     read_batches(&store, keys, reader + 1);
     say();
     wait();
-    let start = thread_seconds();
     if kind == "forrest-batch" {
         read_batches(&store, keys, reader)
     } else {
         read_all(&store, keys, reader)
     }
     say();
-    println!("{}", thread_seconds() - start);
 }
 
 #[cfg(feature = "peers")]
@@ -159,10 +145,8 @@ fn read_lmdb(path: &Path, keys: usize, reader: usize, say: impl Fn(), wait: impl
         all(reader + 1);
         say();
         wait();
-        let start = thread_seconds();
         all(reader);
         say();
-        println!("{}", thread_seconds() - start);
     });
 }
 
@@ -179,8 +163,7 @@ fn redis(keys: usize, threads: usize, folder: &Path) -> Option<f64> {
     let gets = keys.min(50_000);
     let redis = Redis::start(Command::new("redis-server"), folder).ok()?;
     redis.set((0..gets).map(|number| (format!("key{number:09}"), format!("{number:09}")))).ok()?;
-    // By the wall clock: a client waits for the server nearly all of the time.
-    Some(crate::index::run::timed(threads, gets * threads, Clock::Wall, |thread| {
+    Some(timed(threads, gets * threads, |thread| {
         let mut stream = redis.connect().expect("it answered before");
         for number in 0..gets {
             let number = (number + thread * 31) % gets;

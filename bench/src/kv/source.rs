@@ -1,6 +1,6 @@
 //! The source's test: `key%lu` hashed with seed 9, decimal values; all threads insert, join, and read.
 
-use super::clock::timed;
+use super::timed;
 use crate::index::registry;
 use bench_peers::Map;
 use forrest::Store;

@@ -2,6 +2,7 @@
 
 use super::engine::Engine;
 use super::workload::{Layout, Shape};
+use crate::options::{Extent, positive};
 use crate::process::Failure;
 use clap::{Parser, ValueEnum};
 use pagefold_os::procfs;
@@ -11,8 +12,6 @@ use pagefold_os::procfs;
 pub enum Part {
     /// Time and memory per merged page.
     Merge,
-    /// Two daemons that share nothing, against one.
-    TwoDaemons,
     /// The first write to shared pages.
     Breaks,
     /// From duplicates to one copy.
@@ -48,20 +47,13 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     pub mib: Option<u64>,
     /// Runs of each row (guests: at most 3); the median and the spread are shown.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = positive)]
     rounds: Option<usize>,
     /// Without the peer.
     #[arg(long)]
     pub no_ksm: bool,
-    /// Seconds: small processes, one round.
-    #[arg(long, conflicts_with = "full")]
-    pub quick: bool,
-    /// Processes of the published test, a thirty-second of their size.
-    #[arg(long)]
-    pub full: bool,
-    /// JSON instead of tables.
-    #[arg(long)]
-    pub json: bool,
+    #[command(flatten)]
+    pub extent: Extent,
     /// A process of the workload (used by the driver).
     #[arg(long, hide = true, num_args = 3..=4)]
     pub client: Vec<String>,
@@ -77,18 +69,19 @@ fn parse_layout(name: &str) -> Result<Layout, String> {
 impl Args {
     /// Runs of each row.
     pub fn rounds(&self) -> usize {
-        self.rounds.filter(|rounds| *rounds > 0).unwrap_or(if self.quick { 1 } else { 5 })
+        self.extent.rounds(self.rounds)
     }
 
     /// Whether a part is to be measured.
     pub fn wants(&self, part: Part) -> bool {
-        self.only.map_or(part != Part::Guests || self.full, |only| only == part)
+        self.only.map_or(part != Part::Guests || self.extent.full, |only| only == part)
     }
 
     /// The workload of the merge part.
     pub fn shape(&self, layout: Layout) -> Result<Shape, Failure> {
-        let (processes, mib) = match (self.quick, self.full) {
+        let (processes, mib) = match (self.extent.quick, self.extent.full) {
             (true, _) => (3, 40),
+            // Processes of the published test, a thirty-second of their size.
             (_, true) => (12, 512),
             _ => (8, 160),
         };

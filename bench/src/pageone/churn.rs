@@ -13,7 +13,7 @@ use std::time::Duration;
 /// Writes anywhere in merged memory, at growing rates; a write leaves the content as it was, so each breaks a page that
 /// could be merged again immediately.
 pub fn churn(args: &Args) -> Result<(), Failure> {
-    let (processes, mib, time, rates): (u64, u64, u64, &[u64]) = match args.quick {
+    let (processes, mib, time, rates): (u64, u64, u64, &[u64]) = match args.extent.quick {
         true => (2, 40, 2, &[0, 1000]),
         false => (4, 120, 10, &[0, 100, 1000, 10_000, 100_000]),
     };

@@ -9,7 +9,6 @@ use pagefold_os::{ksm, procfs};
 use pagefold_protocol::wait_histogram;
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// An engine and its settings.
@@ -82,10 +81,7 @@ impl Running {
     pub fn start(engine: Engine, period: Duration) -> Result<Running, Failure> {
         match engine {
             Engine::Ours { workers, predict } => {
-                // Two daemons may run at the same time.
-                static NUMBER: AtomicU32 = AtomicU32::new(0);
-                let (pid, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
-                let socket = std::env::temp_dir().join(format!("pagefold-bench-{pid}-{number}.sock"));
+                let socket = std::env::temp_dir().join(format!("pagefold-bench-{}.sock", std::process::id()));
                 let mut command = process::own("pageone")?;
                 command.arg("--daemon").arg(&socket);
                 command.args([workers.to_string(), u8::from(predict).to_string(), period.as_millis().to_string()]);

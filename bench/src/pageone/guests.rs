@@ -45,12 +45,12 @@ pub fn measure(args: &Args) -> Result<(), Failure> {
             return Ok(());
         }
     };
-    let counts: &[usize] = match (args.quick, args.full) {
+    let counts: &[usize] = match (args.extent.quick, args.extent.full) {
         (true, _) => &[2],
         (_, true) => &[2, 4, 8],
         _ => &[2, 4],
     };
-    let tree_mib = if args.quick { 24 } else { 96 };
+    let tree_mib = if args.extent.quick { 24 } else { 96 };
     let (tree, image) = (dir.path().join("tree"), dir.path().join("disk.raw"));
     let from = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/bin", "/usr/share"].map(PathBuf::from);
     copy_files(&from, &tree, tree_mib, true)?;
@@ -60,7 +60,7 @@ pub fn measure(args: &Args) -> Result<(), Failure> {
         let mut peer: Option<f64> = None;
         for engine in args.pair() {
             let mut runs = Vec::new();
-            for _ in 0..if args.quick { 1 } else { args.rounds().min(3) } {
+            for _ in 0..if args.extent.quick { 1 } else { args.rounds().min(3) } {
                 runs.push(once(engine, &boot, &tool, &image, *count)?);
             }
             let of = |f: &dyn Fn(&Run) -> f64| Spread::of(runs.iter().map(f));

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// First write to each of many shared pages.
 pub fn breaks(args: &Args) -> Result<(), Failure> {
-    let shape = Shape { layout: Layout::Files, processes: 2, mib: if args.quick { 40 } else { 160 } };
+    let shape = Shape { layout: Layout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 160 } };
     let pages = shape.mib * 256 / 2;
     let (mut peer, mut rows): (Option<(f64, f64)>, _) = (None, Vec::new());
     for engine in args.pair() {
@@ -45,7 +45,7 @@ pub fn breaks(args: &Args) -> Result<(), Failure> {
 
 /// From the last duplicate written to nine tenths of them merged.
 pub fn delay(args: &Args) -> Result<(), Failure> {
-    let shape = Shape { layout: Layout::Files, processes: 2, mib: if args.quick { 40 } else { 512 } };
+    let shape = Shape { layout: Layout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 512 } };
     let (period, mut rows) = (Duration::from_secs(1), Vec::new());
     for engine in args.pair().into_iter().rev() {
         let mut times = Vec::new();
@@ -86,7 +86,7 @@ const PASSES: f64 = 16.0;
 /// Processor time of a pass over memory that was examined already: of daemon and agents, or of ksmd. Our daemon skips a process
 /// that has no page fault, so passes that look at every process are measured as well.
 pub fn idle(args: &Args) -> Result<(), Failure> {
-    let shape = match (args.quick, args.full) {
+    let shape = match (args.extent.quick, args.extent.full) {
         (true, _) => Shape { layout: Layout::Files, processes: 2, mib: 128 },
         (_, true) => Shape { layout: Layout::Files, processes: 2, mib: 2048 },
         _ => Shape { layout: Layout::Files, processes: 2, mib: 1024 },
@@ -101,13 +101,13 @@ pub fn idle(args: &Args) -> Result<(), Failure> {
             let mut workload = running.workload(shape)?;
             workload.fill()?;
             settle(&running, QUIET)?;
-            rest.add(&running, shape.processes, gib, if ours { PASSES } else { 1.0 }, args.quick)?;
+            rest.add(&running, shape.processes, gib, if ours { PASSES } else { 1.0 }, args.extent.quick)?;
             if ours {
                 // Longer than the measurement, so that its last pass still meets processes with faults.
                 let time = PERIOD * 30;
                 workload.fault_elsewhere(time, || {
                     std::thread::sleep(2 * PERIOD);
-                    looks.add(&running, shape.processes, gib, PASSES, args.quick)
+                    looks.add(&running, shape.processes, gib, PASSES, args.extent.quick)
                 })??;
             }
             workload.check()?;

@@ -16,7 +16,6 @@ mod guests;
 mod latency;
 mod merge;
 mod settle;
-mod two_daemons;
 mod workload;
 
 use crate::options;
@@ -31,9 +30,8 @@ use std::process::ExitCode;
 /// Measures a part and prints its table.
 type Measure = fn(&Args) -> Result<(), Failure>;
 
-const PARTS: [(Part, Measure); 7] = [
+const PARTS: [(Part, Measure); 6] = [
     (Part::Merge, merge::merge),
-    (Part::TwoDaemons, two_daemons::measure),
     (Part::Breaks, latency::breaks),
     (Part::Delay, latency::delay),
     (Part::Idle, latency::idle),

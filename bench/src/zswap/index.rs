@@ -8,7 +8,7 @@ use super::row::Row;
 use crate::index::{registry, run::resident_bytes};
 use crate::process;
 use crate::stats::{Spread, median};
-use bench_peers::Map;
+use bench_peers::{Map, map};
 use llds::b_tree::BTree;
 use std::alloc::Layout;
 use std::process::ExitCode;
@@ -50,19 +50,10 @@ fn offset(index: u64, entries: u64, dense: bool) -> u64 {
 /// One word per page: 8 bytes each, whatever is there.
 struct FlatArray(Vec<AtomicU64>);
 
-impl Map for FlatArray {
-    fn get(&self, key: u64) -> Option<u64> {
-        Some(self.0.get(key as usize)?.load(Ordering::Acquire)).filter(|value| *value != 0)
-    }
-
-    fn insert(&self, key: u64, value: u64) -> bool {
-        self.0[key as usize].swap(value, Ordering::AcqRel) == 0
-    }
-
-    fn remove(&self, key: u64, _: u64) -> bool {
-        self.0[key as usize].swap(0, Ordering::AcqRel) != 0
-    }
-
+map! { FlatArray, map, key, value,
+    Some(map.0.get(key as usize)?.load(Ordering::Acquire)).filter(|value| *value != 0),
+    map.0[key as usize].swap(value, Ordering::AcqRel) == 0,
+    map.0[key as usize].swap(0, Ordering::AcqRel) != 0,
     fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
         !self.insert(key, value)
     }
@@ -126,22 +117,10 @@ impl Drop for Radix {
     }
 }
 
-impl Map for Radix {
-    fn get(&self, key: u64) -> Option<u64> {
-        let value = self.root.slot(key, false)?.load(Ordering::Acquire) as u64;
-        Some(value).filter(|value| *value != 0)
-    }
-
-    fn insert(&self, key: u64, value: u64) -> bool {
-        let slot = self.root.slot(key, true);
-        slot.is_some_and(|slot| slot.swap(value as *mut Node, Ordering::AcqRel).is_null())
-    }
-
-    fn remove(&self, key: u64, _: u64) -> bool {
-        let slot = self.root.slot(key, false);
-        slot.is_some_and(|slot| !slot.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null())
-    }
-
+map! { Radix, map, key, value,
+    Some(map.root.slot(key, false)?.load(Ordering::Acquire) as u64).filter(|value| *value != 0),
+    map.root.slot(key, true).is_some_and(|slot| slot.swap(value as *mut Node, Ordering::AcqRel).is_null()),
+    map.root.slot(key, false).is_some_and(|slot| !slot.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null()),
     fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
         !self.insert(key, value)
     }
@@ -274,32 +253,26 @@ fn bytes_per_entry(name: &str, dense: bool) -> f64 {
 /// Measures one structure in this process and prints its figures.
 pub fn run_cell(cell: &str) -> ExitCode {
     let parts: Vec<&str> = cell.split(',').collect();
-    let [name, entries, threads, kind, clock] = parts[..] else { return ExitCode::from(2) };
+    let [name, entries, threads, kind] = parts[..] else { return ExitCode::from(2) };
     let (Ok(entries), Ok(threads)) = (entries.parse::<usize>(), threads.parse::<usize>()) else {
         return ExitCode::from(2);
     };
     let dense = kind == "dense";
     let before = resident_bytes();
     let Some(map) = make(name, entries, dense) else { return ExitCode::from(2) };
-    let by_cpu = clock == "cpu";
     let phase = |act: &(dyn Fn(u64) -> bool + Sync)| {
         let start = Instant::now();
-        let cpu_ns = AtomicU64::new(0);
         std::thread::scope(|scope| {
             for thread in 0..threads {
-                let cpu_ns = &cpu_ns;
                 scope.spawn(move || {
                     let part = entries / threads;
                     for index in thread * part..(thread + 1) * part {
                         assert!(act(offset(index as u64, entries as u64, dense)), "a wrong answer");
                     }
-                    // The slowest thread counts, as it does for the wall clock.
-                    cpu_ns.fetch_max(pagefold_os::sched::thread_cpu_ns(), Ordering::Relaxed);
                 });
             }
         });
-        let seconds = if by_cpu { cpu_ns.load(Ordering::Relaxed) as f64 / 1e9 } else { start.elapsed().as_secs_f64() };
-        (entries / threads * threads) as f64 / seconds / 1e6
+        (entries / threads * threads) as f64 / start.elapsed().as_secs_f64() / 1e6
     };
     let insert = phase(&|key| map.insert(key, key << 1 | 1));
     let bytes = (resident_bytes() - before) / entries as f64;
@@ -321,9 +294,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 }
 
 /// Measures the structures that `only` names, all if it names none, each in a process of its own, rounds in turn.
-///
-/// `clock` is "wall", or "cpu" for busy machines: the processor time of the slowest thread.
-pub fn measure(entries: usize, rounds: usize, clock: &str, only: &[String]) -> Vec<Row> {
+pub fn measure(entries: usize, rounds: usize, only: &[String]) -> Vec<Row> {
     let wanted = |name: &&str| only.is_empty() || only.iter().any(|only| only == name);
     let mut cells: Vec<(String, Vec<[f64; 5]>)> = Vec::new();
     for kind in ["dense", "sparse"] {
@@ -334,7 +305,7 @@ pub fn measure(entries: usize, rounds: usize, clock: &str, only: &[String]) -> V
                     eprintln!("SKIPPED: {name} with {entries} {kind} offsets: {:.0} GB of memory", bytes / 1e9);
                     continue;
                 }
-                cells.push((format!("{name},{entries},{threads},{kind},{clock}"), Vec::new()));
+                cells.push((format!("{name},{entries},{threads},{kind}"), Vec::new()));
             }
         }
     }
@@ -363,7 +334,7 @@ pub fn measure(entries: usize, rounds: usize, clock: &str, only: &[String]) -> V
         Row {
             part: "index",
             name: parts[0].to_owned(),
-            on: format!("{} {}, {} thr, {clock}", parts[1], parts[3], parts[2]),
+            on: format!("{} {}, {} thr, wall", parts[1], parts[3], parts[2]),
             figures: columns,
         }
     };

@@ -139,9 +139,7 @@ impl Live {
     }
 
     /// The client's answer to `word` with everything evicted as LZ4, with busy processors or without.
-    ///
-    /// # Errors
-    /// Some pages were dense before, or became dense meanwhile.
+    /// Fails if some pages were dense before, or became dense meanwhile.
     fn ask_of_lz4(&mut self, word: &str, is_busy: bool) -> io::Result<Vec<f64>> {
         self.park()?;
         let kept = self.tiers()?;

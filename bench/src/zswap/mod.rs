@@ -15,6 +15,7 @@ mod measure;
 mod pages;
 mod row;
 
+use crate::options::{Extent, positive};
 use crate::{options, record};
 use clap::{Parser, ValueEnum};
 use row::{Row, show};
@@ -49,23 +50,13 @@ struct Args {
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Rounds; medians and spread are of these.
-    #[arg(long)]
+    #[arg(long, value_parser = positive)]
     rounds: Option<usize>,
     /// Guests to boot for the density of guests; 0 leaves them out.
     #[arg(long)]
     guests: Option<usize>,
-    /// Seconds: small sets, one round, no guests.
-    #[arg(long)]
-    quick: bool,
-    /// All sizes that the tables show.
-    #[arg(long)]
-    full: bool,
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
-    /// Time the index by the processor time of its threads: for busy machines.
-    #[arg(long)]
-    cpu_clock: bool,
+    #[command(flatten)]
+    extent: Extent,
     /// One cell of the index part, run in a process of its own.
     #[arg(long, hide = true)]
     cell: Option<String>,
@@ -80,12 +71,12 @@ impl Args {
     }
 
     fn rounds(&self) -> usize {
-        self.rounds.unwrap_or(if self.quick { 1 } else { 5 })
+        self.extent.rounds(self.rounds)
     }
 
     /// Sizes of the index.
     fn sizes(&self) -> Vec<usize> {
-        match (&self.entries[..], self.quick, self.full) {
+        match (&self.entries[..], self.extent.quick, self.extent.full) {
             ([], true, _) => vec![100_000],
             ([], _, true) => vec![100_000, 1_000_000, 10_000_000],
             ([], ..) => vec![1_000_000],
@@ -115,22 +106,22 @@ pub fn run(words: &[String]) -> ExitCode {
     record::emit_versions(serde_json::json!({ "zswap": kernel::Zswap::compressor() }));
     if args.wants(Part::Index) {
         for entries in args.sizes() {
-            show(index::measure(entries, args.rounds(), if args.cpu_clock { "cpu" } else { "wall" }, &args.only));
+            show(index::measure(entries, args.rounds(), &args.only));
         }
     }
     if [Part::Density, Part::Latency, Part::Live].into_iter().any(|part| args.wants(part)) {
-        match pages::unrelated(if args.quick { 24 << 20 } else { 256 << 20 }) {
+        match pages::unrelated(if args.extent.quick { 24 << 20 } else { 256 << 20 }) {
             Ok(pages) => on_unrelated(&args, &pages),
             Err(error) => eprintln!("SKIPPED: live pages of unrelated programs: {error}"),
         }
     }
     if args.wants(Part::Half) {
-        let (mib, requests) = if args.quick { (32, 10_000) } else { (256, 200_000) };
+        let (mib, requests) = if args.extent.quick { (32, 10_000) } else { (256, 200_000) };
         show_or_skip("redis with half its memory", half::redis(mib, requests, args.rounds().min(3)));
-        let (mib, seconds) = if args.quick { (64, 1.0) } else { (256, 10.0) };
+        let (mib, seconds) = if args.extent.quick { (64, 1.0) } else { (256, 10.0) };
         show_or_skip("stress-ng with half its memory", half::stress(mib, seconds, args.rounds().min(3)));
     }
-    let guests = args.guests.unwrap_or(if args.quick { 0 } else { 4 });
+    let guests = args.guests.unwrap_or(if args.extent.quick { 0 } else { 4 });
     if (args.wants(Part::Density) || args.wants(Part::Live)) && guests > 0 {
         match pages::guests(guests) {
             Ok(pages) => on_guests(&args, &format!("{guests} guests of one distribution"), &pages),
@@ -154,12 +145,12 @@ fn on_unrelated(args: &Args, pages: &[u8]) {
         show(density::measure(on, pages));
     }
     for _ in (0..args.rounds().min(3)).filter(|_| args.wants(Part::Live)) {
-        let idle = Duration::from_secs(if args.quick { 2 } else { 10 });
+        let idle = Duration::from_secs(if args.extent.quick { 2 } else { 10 });
         show_or_skip("a live client", live::measure(on, pages, idle));
         show_or_skip("a live client's pages as LZ4", live::measure_lz4(on, pages));
     }
     if args.wants(Part::Latency) {
-        show(latency::measure(pages, if args.quick { 2000 } else { 20_000 }));
+        show(latency::measure(pages, if args.extent.quick { 2000 } else { 20_000 }));
     }
 }
 

@@ -7,10 +7,10 @@ mod pressure;
 mod sharing;
 
 use super::args::{GuestSize, Part};
-use super::scratch::Scratch;
 use crate::files::{copy_files, drop_cached, ext4};
 use crate::process::{self, Failure};
 use crate::record;
+use crate::scratch::Scratch;
 use crate::vm::Boot;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part)
     if parts.iter().all(|(_, wanted)| !wanted) {
         return Ok(());
     }
-    let boot = match Boot::prepare(&scratch.dir("boot")?) {
+    let boot = match Boot::prepare(&scratch.sub("boot")?) {
         Ok(boot) => boot,
         Err(error) => {
             eprintln!("SKIPPED: guests: {error}");
@@ -63,12 +63,12 @@ fn kernel_tree() -> PathBuf {
 
 /// Makes `count` images that were installed apart: each its own file system with the same tree.
 fn tree_images(scratch: &Scratch, tree_mib: u64, count: usize) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
-    let tree = scratch.dir("kernel-tree")?;
+    let tree = scratch.sub("kernel-tree")?;
     copy_files(&[kernel_tree()], &tree, tree_mib, false)?;
     if let Err(error) = add_compiler(&tree.join("build")) {
         eprintln!("pagecache: no compiler for the guests: {error}");
     }
-    let directory = scratch.dir("guest-images")?;
+    let directory = scratch.sub("guest-images")?;
     let images: Vec<PathBuf> = (0..count).map(|n| directory.join(format!("guest{n}.raw"))).collect();
     for image in &images {
         ext4(&tree, image, tree_mib * 3 / 2 + 96)?;

@@ -2,10 +2,10 @@
 
 use super::machines::{BUILD, MOUNT, WORK, boot_all, cpu_s, plain_setup, raw_drive, through};
 use crate::disk::args::GuestSize;
-use crate::disk::scratch::Scratch;
 use crate::disk::server::{Mount, Server};
 use crate::process::Failure;
 use crate::record;
+use crate::scratch::Scratch;
 use crate::stats::Spread;
 use crate::vm::{self, Boot, Guest, same};
 use serde_json::json;

@@ -2,13 +2,13 @@
 
 use super::machines::{boot_all, raw_drive, through};
 use crate::disk::args::GuestSize;
-use crate::disk::scratch::Scratch;
 use crate::disk::server::{Mount, Server};
 use crate::files::{drop_cached, random_file, read_through};
 use crate::group::Group;
 use crate::process::Failure;
 use crate::record;
 use crate::restore::SwapFile;
+use crate::scratch::Scratch;
 use crate::vm::{self, Boot, Guest, Setup, same};
 use pagefold_os::ksm;
 use serde_json::{Value, json};
@@ -35,18 +35,18 @@ fn process_reads(pid: i32) -> u64 {
 }
 
 pub(super) fn pressure(scratch: &Scratch, boot: &Boot, size: &GuestSize) -> Result<(), Failure> {
-    let directory = scratch.dir("guest-copies")?;
+    let directory = scratch.sub("guest-copies")?;
     let copies: Vec<PathBuf> = (0..READERS).map(|n| directory.join(format!("copy{n}.raw"))).collect();
     random_file(&copies[0], size.file_mib, 17)?;
     copies[1..].iter().try_for_each(|copy| std::fs::copy(&copies[0], copy).map(drop))?;
-    let swap = match SwapFile::new(scratch.0.join("swap"), 1 << 30) {
+    let swap = match SwapFile::new(scratch.dir.join("swap"), 1 << 30) {
         Ok(swap) => swap,
         Err(error) => {
             eprintln!("SKIPPED: memory for one: no swap file: {error}");
             return Ok(());
         }
     };
-    let fingerprints = scratch.dir("guest-fingerprints")?;
+    let fingerprints = scratch.sub("guest-fingerprints")?;
     if !size.all_peers {
         learn(scratch, &directory, &copies, size, &fingerprints)?;
     }

@@ -2,11 +2,11 @@
 
 use super::machines::{MOUNT, READ_TREE, boot_all, cpu_s, plain_setup, raw_drive, through};
 use crate::disk::args::GuestSize;
-use crate::disk::scratch::Scratch;
 use crate::disk::server::{Mount, Server};
 use crate::files::{cached_bytes, drop_cached};
 use crate::process::Failure;
 use crate::record;
+use crate::scratch::Scratch;
 use crate::tool::Daemon;
 use crate::vm::{self, Boot, Guest, Setup, same};
 use pagefold_disk::Status;
@@ -158,7 +158,7 @@ fn one_pool(
     size: &GuestSize,
     rows: &mut Vec<Value>,
 ) -> Result<(), Failure> {
-    let daemon = Daemon::start(&scratch.dir("daemon")?, &["--priority=normal", "--scan-interval", "500ms"])?;
+    let daemon = Daemon::start(&scratch.sub("daemon")?, &["--priority=normal", "--scan-interval", "500ms"])?;
     let under = daemon.run(&[]);
     let mount = Mount { cache_mib: size.cache_mib(), under: under.clone(), ..Mount::cache(directory) };
     let server = Server::start(scratch, mount)?;
