@@ -20,10 +20,10 @@ use crate::layout::{
 };
 use crate::page_directory::ClientPages;
 use crate::tier::Tier;
+use pagefold_os::Errno;
 use pagefold_os::fd::Fd;
 use pagefold_os::procfs::start_time_of_running;
 use pagefold_os::sync::write;
-use pagefold_os::{Errno, PAGE_SIZE};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -206,14 +206,10 @@ impl Tier {
         let meta = self.meta(at);
         let len = meta.len as usize;
         let codec = Codec::from_number(meta.codec_number());
-        let plausible = match codec {
-            Some(Codec::Raw) => len == PAGE_SIZE,
-            Some(Codec::Fill) => len == 8,
-            Some(Codec::Patch) => len > 8 && len <= PAGE_SIZE && !meta.is_on_disk(),
-            Some(Codec::Lz4 | Codec::Zstd) => len > 0 && len <= PAGE_SIZE,
-            None => false,
-        };
-        if !plausible || !self.arena.is_slot(at as u64, meta.resident_len()) {
+        // A patch never leaves for the file.
+        let is_plausible =
+            codec.is_some_and(|codec| codec.may_have_len(len)) && !(codec == Some(Codec::Patch) && meta.is_on_disk());
+        if !is_plausible || !self.arena.is_slot(at as u64, meta.resident_len()) {
             return false;
         }
         let in_file = |offset: u64| {

@@ -52,6 +52,16 @@ impl Codec {
             _ => None,
         }
     }
+
+    /// True if a payload of this codec can have `len` bytes. An adopted arena may hold anything.
+    pub(crate) const fn may_have_len(self, len: usize) -> bool {
+        match self {
+            Codec::Raw => len == PAGE_SIZE,
+            Codec::Fill => len == 8,
+            Codec::Patch => len > PATCH_HEAD && len <= PAGE_SIZE,
+            Codec::Lz4 | Codec::Zstd => len > 0 && len <= PAGE_SIZE,
+        }
+    }
 }
 
 /// A trained dictionary, digested for both directions.

@@ -1,5 +1,6 @@
 //! The tier's counters.
 
+use crate::codec::Codec;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Buckets of the latency histogram: bucket `n` counts loads below 2^n us, from 2^0 on; the last has no bound.
@@ -111,6 +112,19 @@ macro_rules! counters {
             }
         }
     };
+}
+
+impl Counters {
+    /// The counter of contents that are kept in memory by this codec; none for pages of one word, which are no contents.
+    pub(crate) fn contents_of(&self, codec: Codec) -> Option<&AtomicU64> {
+        match codec {
+            Codec::Raw => Some(&self.contents_raw),
+            Codec::Lz4 => Some(&self.contents_lz4),
+            Codec::Zstd => Some(&self.contents_zstd),
+            Codec::Patch => Some(&self.contents_patch),
+            Codec::Fill => None,
+        }
+    }
 }
 
 counters!(

@@ -38,15 +38,11 @@ impl Tier {
 
     pub(crate) fn count_content(&self, meta: Meta, change: i64) {
         let counters = &self.counters;
-        let by_codec = match (meta.is_on_disk(), Codec::from_number(meta.codec_number())) {
-            (true, _) => Some(&counters.contents_on_disk),
-            (_, Some(Codec::Raw)) => Some(&counters.contents_raw),
-            (_, Some(Codec::Lz4)) => Some(&counters.contents_lz4),
-            (_, Some(Codec::Zstd)) => Some(&counters.contents_zstd),
-            (_, Some(Codec::Patch)) => Some(&counters.contents_patch),
-            (_, Some(Codec::Fill) | None) => None,
+        let by_kind = match meta.is_on_disk() {
+            true => Some(&counters.contents_on_disk),
+            false => Codec::from_number(meta.codec_number()).and_then(|codec| counters.contents_of(codec)),
         };
-        for counter in [Some(&counters.contents), by_codec].into_iter().flatten() {
+        for counter in [Some(&counters.contents), by_kind].into_iter().flatten() {
             counter.fetch_add(change as u64, Ordering::Relaxed);
         }
         counters.payload_bytes.fetch_add((change * meta.resident_len() as i64) as u64, Ordering::Relaxed);
