@@ -21,6 +21,9 @@ pub const SEGMENTS_HELD: usize = 256;
 /// Maximum of segment descriptors that one request carries.
 pub const SEGMENTS_PER_REQUEST: usize = 48;
 
+/// Maximum of bytes of a domain's name.
+pub const DOMAIN_NAME_MAX: usize = 64;
+
 /// Name of the keeper's socket: the name of the daemon's socket, followed by this.
 pub const KEEPER_SUFFIX: &[u8] = b".keeper";
 /// What a packet is about.
@@ -96,7 +99,7 @@ pub struct Packet {
     /// because waking an idle one costs more than most requests.
     pub cpu: u64,
     /// Depends on `op`: a domain's name in `Hello`, padded with zeros.
-    pub text: [u8; 64],
+    pub text: [u8; DOMAIN_NAME_MAX],
 }
 
 impl Packet {
@@ -112,7 +115,7 @@ impl Packet {
             a: 0,
             b: 0,
             cpu: 0,
-            text: [0; 64],
+            text: [0; DOMAIN_NAME_MAX],
         }
     }
 

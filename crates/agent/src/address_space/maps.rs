@@ -7,9 +7,14 @@ use core::ffi::CStr;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, maps};
+use pagefold_protocol::message::DOMAIN_NAME_MAX;
 
 /// Name that pool segments carry in /proc/PID/maps.
 pub const POOL_NAME: &[u8] = b"/memfd:pagefold-pool";
+
+/// Room for the name of any pool segment: the kernel leaves out a name that does not fit, and the mapping would be taken for
+/// another file's. The domain's name, the longest that a greeting carries, follows a colon. The kernel adds " (deleted)" and a zero.
+const POOL_NAME_MAX: usize = POOL_NAME.len() + 1 + DOMAIN_NAME_MAX + b" (deleted)\0".len();
 
 /// The process's mappings. By the calling thread, here and elsewhere: the process's own directory has no memory any more once
 /// its first thread has ended.
@@ -62,8 +67,7 @@ impl Maps {
     /// # Errors
     /// As [`for_each`](Self::for_each).
     pub(crate) fn pools(&self, range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
-        // Room for the names of ours: longer ones are left out. The stack may be a small one.
-        let mut name = [0u8; 2 * POOL_NAME.len()];
+        let mut name = [0u8; POOL_NAME_MAX];
         let mut visit = |map: &maps::Map<'_>| {
             let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
             part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(part, map.prot)

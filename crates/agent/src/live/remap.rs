@@ -210,6 +210,7 @@ mod tests {
 
     use crate::live::handshake::{alone, one_at_a_time};
     use pagefold_os::{PAGE_SIZE, Page, mem, memfd};
+    use pagefold_protocol::message::DOMAIN_NAME_MAX;
 
     /// A page that differs from those of other numbers, and from zeros.
     fn content(number: usize) -> Page {
@@ -221,7 +222,9 @@ mod tests {
     #[test]
     fn equal_pages_are_mapped_and_all_others_move_back() {
         let _one = one_at_a_time();
-        let segment = memfd::create(c"pagefold-pool", 16 * PAGE).unwrap();
+        // The longest name that a segment may have: the mappings are found by it.
+        let name = format!("pagefold-pool:{}", "d".repeat(DOMAIN_NAME_MAX));
+        let segment = memfd::create(&std::ffi::CString::new(name).unwrap(), 16 * PAGE).unwrap();
         (0..16).for_each(|slot| assert_eq!(segment.write(&content(slot)), Ok(PAGE_SIZE)));
         let Some(agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
         let memory = mem::Mapping::anonymous(12 * PAGE_SIZE).unwrap();
