@@ -135,12 +135,12 @@ fn the_next_daemon_takes_over_merged_pages() {
     daemon.replace();
     // What is merged stays so when the daemon changes.
     servers.iter_mut().for_each(|server| assert!(server.check("check") > 0));
-    wait_for("the next daemon to have them in its books", 120, || {
-        // Windows are left by periods: on a busy machine the last may be out before the first is merged again.
-        servers.iter_mut().for_each(|server| _ = server.check("check"));
-        daemon.total("pages_sharing") > 14_000
-    });
-    assert!(events(&daemon.status(), "pages_compacted") > 14_000, "they were moved to segments of its own");
+    wait_for("the next daemon to have them in its books", 20, || daemon.total("pages_sharing") > 14_000);
+    assert_eq!(
+        events(&daemon.status(), "pages_compacted"),
+        0,
+        "they were moved, although their segments can be taken in"
+    );
     daemon.verify();
 }
 

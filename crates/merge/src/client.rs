@@ -3,6 +3,7 @@
 //! A live process behind its agent is one implementer (in the daemon), the
 //! simulated process of [`crate::sim`] the other.
 
+use pagefold_os::fd::Fd;
 use pagefold_os::{Page, Range};
 use pagefold_pool::{Pool, Slot};
 use pagefold_protocol::message::RefusalReason;
@@ -84,6 +85,11 @@ pub trait Client: Send {
     /// # Errors
     /// [`Gone`].
     fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone>;
+
+    /// A descriptor of the file that `mapping`, one of the process's pool mappings, shows; `None` if it cannot be had.
+    fn open_segment(&mut self, _mapping: &PoolMapping) -> Option<Fd> {
+        None
+    }
 
     /// Begins to watch `ranges` for writes.
     ///

@@ -6,6 +6,7 @@
 
 mod compact;
 mod index_stage;
+mod inherit;
 mod remap;
 mod replicated_slots;
 mod slot_budget;
@@ -35,6 +36,8 @@ pub type ClientId = u32;
 pub struct Config {
     /// Its name.
     pub name: String,
+    /// User id of its clients, if the pool tells its segments from another user's.
+    pub user: Option<u32>,
     /// One pass of the watch stage, in nanoseconds.
     pub period_ns: u64,
     /// Largest size of the pool in bytes.
@@ -64,6 +67,7 @@ impl Default for Config {
     fn default() -> Self {
         Config {
             name: "default".into(),
+            user: None,
             period_ns: 1_000_000_000,
             pool_max_bytes: 1 << 40,
             room: Room::default(),
@@ -197,6 +201,8 @@ struct Work {
     mappings: i64,
     /// Mappings of pool segments that are not this daemon's.
     foreign: Vec<PoolMapping>,
+    /// Why they are not.
+    not_inherited: inherit::NotInherited,
     /// Chunks of huge pages to be probed in this period, the first last.
     probes: Vec<u64>,
     /// Short runs that wait until all runs of this pass are known: the longest go first.
@@ -331,7 +337,7 @@ impl Domain {
             key,
             // Its bytes count towards the 16 that records may take for a page.
             index: SdTree::dense(config.index_capacity, true)?,
-            pool: Pool::within(&config.name, config.pool_max_bytes, config.room.clone()),
+            pool: Pool::within(&config.name, config.pool_max_bytes, config.room.clone()).of_user(config.user),
             chunks: RwLock::default(),
             members: RwLock::default(),
             roster: RwLock::default(),
@@ -372,6 +378,7 @@ impl Domain {
             next_period_ns: 0,
             mappings: 0,
             foreign: Vec::new(),
+            not_inherited: inherit::NotInherited::default(),
             probes: Vec::new(),
             deferred: Vec::new(),
             deferred_mappings: 0,
@@ -725,7 +732,7 @@ impl Domain {
             cow_breaks: work.cow_breaks,
             mappings: work.mappings.max(0) as u64,
             pages_huge,
-            not_merged: work.refused.iter().map(|(why, count)| (why_word(*why).to_owned(), *count)).collect(),
+            not_merged: not_merged(work),
             metadata_bytes: work.table.memory_bytes(),
             agent_cpu_ns,
             paused: member.is_at_rest(),
@@ -856,6 +863,13 @@ impl Domain {
     fn count(&self, f: impl Fn(&Counters) -> &AtomicU64, by: u64) {
         add(f(&self.counters), by);
     }
+}
+
+/// Pages that could not be merged, by reason: those that show slots of an earlier pool that could not be taken in as well.
+fn not_merged(work: &Work) -> BTreeMap<String, u64> {
+    let refused = work.refused.iter().map(|(why, count)| (why_word(*why).to_owned(), *count));
+    let inherited = work.not_inherited.pages.iter().map(|(why, count)| (format!("inherited, and {why}"), *count));
+    refused.chain(inherited).collect()
 }
 
 /// Each page from `from` on that the ledger says is shared, and its slot.

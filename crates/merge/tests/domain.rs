@@ -607,6 +607,40 @@ fn segments_of_an_earlier_daemon_are_left() {
     assert_eq!(bench.domain.stats().pages_shared, 3000);
 }
 
+/// Where the segments can be opened again, the next daemon knows at once what is merged, and shares it with new clients.
+#[test]
+fn segments_of_an_earlier_daemon_are_taken_in() {
+    let options = Options { pages_max: 10_000, inherits: 1000, ..Options::default() };
+    let mut bench = Bench::new(Config { dead_slots_min: 1, ..Config::default() }, options);
+    let contents = || (0..3000).map(|page| 2 + page * 2);
+    let (a, in_a, _) = bench.add(contents());
+    let (b, in_b, _) = bench.add(contents());
+    bench.periods(8);
+    assert_eq!((a.slots().len(), b.slots().len()), (3000, 3000));
+    // Written while there is no daemon: of the first page nothing is shared any more.
+    for (process, range) in [(&a, in_a), (&b, in_b)] {
+        process.write(range.start, 1 << 20 | process.pid() << 1);
+    }
+    let config = bench.domain.config().clone();
+    bench.domain = Domain::with_key(config, Key::from_seed(6)).unwrap();
+    let ids = [&a, &b].map(|process| bench.domain.add(Box::new(process.client())));
+    bench.periods(1);
+    let stats = bench.domain.stats();
+    assert_eq!((stats.pages_shared, stats.pages_sharing), (2999, 2 * 2999));
+    assert_eq!((stats.events.pages_merged, stats.events.cow_breaks), (0, 0), "nothing was merged or broken anew");
+    let (c, ..) = bench.add(contents());
+    bench.periods(8);
+    assert_eq!(c.slots_of(bench.domain.pool()).len(), 3000);
+    let stats = bench.domain.stats();
+    // The first page's content is still in its slot, or it is c's alone.
+    assert!((2999..=3000).contains(&stats.pages_shared), "{stats:?}");
+    assert_eq!(bench.domain.audit(), Vec::<String>::new());
+    // The memory comes back with the last client.
+    assert!(ids.into_iter().all(|id| bench.domain.remove(id)));
+    bench.domain.clients().into_iter().for_each(|id| assert!(bench.domain.remove(id)));
+    assert_eq!(bench.domain.pool().stats().segments, 0);
+}
+
 /// A client that cannot be moved keeps the segment in use: others that have its contents share it again.
 #[test]
 fn a_segment_that_cannot_be_emptied_serves_on() {

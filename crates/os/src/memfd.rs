@@ -57,6 +57,32 @@ pub fn set_mode(fd: &Fd, mode: u32) -> Result<()> {
     unsafe { syscall!(libc::SYS_fchmod, fd.raw(), mode) }.map(drop)
 }
 
+/// Sets the group of `fd`.
+///
+/// # Errors
+/// As fchown(2).
+pub fn set_group(fd: &Fd, group: u32) -> Result<()> {
+    // SAFETY: numbers only; the first leaves the owner.
+    unsafe { syscall!(libc::SYS_fchown, fd.raw(), -1_i64, group) }.map(drop)
+}
+
+/// Returns the owner and the group of `fd`.
+///
+/// # Errors
+/// As fstat(2).
+pub fn owner_and_group(fd: &Fd) -> Result<(u32, u32)> {
+    stat(fd.raw()).map(|stat| (stat.st_uid, stat.st_gid))
+}
+
+/// Bytes from the start of the file up to its first hole: reading them allocates nothing.
+///
+/// # Errors
+/// As lseek(2) `SEEK_HOLE`.
+pub fn first_hole(fd: &Fd) -> Result<u64> {
+    // SAFETY: numbers only.
+    unsafe { syscall!(libc::SYS_lseek, fd.raw(), 0, libc::SEEK_HOLE) }.map(|at| at as u64)
+}
+
 /// Returns (length in bytes, inode number) of `fd`.
 ///
 /// # Errors
@@ -81,12 +107,42 @@ fn stat(fd: i32) -> Result<libc::stat> {
     Ok(unsafe { stat.assume_init() })
 }
 
+/// Returns whether `fd`, perhaps opened with `O_PATH`, is a memory file of small pages. Asks no file system but the kernel's own: a
+/// client may pass any file, also one of a file system that it serves itself and that answers when it likes.
+#[cfg(feature = "std")]
+pub fn is_one(fd: &Fd) -> bool {
+    static DEVICE: std::sync::OnceLock<Option<(u32, u32)>> = std::sync::OnceLock::new();
+    // All memory files lie on one device, of which no user has a mount.
+    let ours = *DEVICE.get_or_init(|| create(c"pagefold-device", 0).and_then(|file| device(&file)).ok());
+    ours.is_some() && device(fd).ok() == ours
+}
+
+#[cfg(feature = "std")]
+fn device(fd: &Fd) -> Result<(u32, u32)> {
+    let mut found = core::mem::MaybeUninit::<libc::statx>::zeroed();
+    let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC;
+    // SAFETY: the path is empty and ends; the kernel fills the structure.
+    unsafe { syscall!(libc::SYS_statx, fd.raw(), c"".as_ptr(), flags, libc::STATX_TYPE, found.as_mut_ptr()) }?;
+    // SAFETY: filled above, and all zeros are valid.
+    let found = unsafe { found.assume_init() };
+    Ok((found.stx_dev_major, found.stx_dev_minor))
+}
+
 /// Opens the memory file again, for reading only: the descriptor for processes that must not write.
 ///
 /// # Errors
 /// As open(2) of `/proc/self/fd/N`.
 #[cfg(feature = "std")]
 pub fn reopen_read_only(fd: &Fd) -> Result<Fd> {
+    reopen(fd, libc::O_RDONLY)
+}
+
+/// Opens the memory file again, with `flags` of open(2).
+///
+/// # Errors
+/// As open(2) of `/proc/self/fd/N`.
+#[cfg(feature = "std")]
+pub fn reopen(fd: &Fd, flags: i32) -> Result<Fd> {
     let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.raw())).map_err(|_| crate::Errno(libc::EINVAL))?;
-    Fd::open(&path, libc::O_RDONLY, 0)
+    Fd::open(&path, flags, 0)
 }

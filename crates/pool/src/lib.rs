@@ -31,13 +31,16 @@
 
 mod backing;
 mod fingerprint;
+mod inherited;
 mod primitive;
 mod segment;
 
 pub use fingerprint::{Fingerprint, Key};
+pub use inherited::Refused;
 pub use segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT};
 
 use backing::Huge;
+use inherited::Sealed;
 use pagefold_os::Page;
 use pagefold_os::fd::Fd;
 use pagefold_os::file_watch::Watch;
@@ -255,6 +258,8 @@ pub struct Pool {
     /// Nothing else is locked under it.
     orphaned: std::sync::Mutex<OrphanedSegments>,
     name: String,
+    /// User id of the domain's clients, if the pool tells its segments from another user's.
+    user: Option<u32>,
 }
 
 impl Pool {
@@ -283,7 +288,14 @@ impl Pool {
             huge: Huge::default(),
             orphaned: std::sync::Mutex::default(),
             name: name.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c)).take(64).collect(),
+            user: None,
         }
+    }
+
+    /// The pool of a domain of this user's clients.
+    #[must_use]
+    pub fn of_user(self, user: Option<u32>) -> Pool {
+        Pool { user, ..self }
     }
 
     /// Bytes of pages that it holds at most.
@@ -351,24 +363,70 @@ impl Pool {
 
     fn add_segment(&self) -> Result<Arc<Segment>, PublishError> {
         let mut segments = write(&self.segments);
-        // Under the lock, for others add some as well.
-        let held = self.live_segments.load(Ordering::Relaxed) + self.orphaned(|orphaned| orphaned.bytes.len() as u64);
-        let full = PublishError::Full { max_bytes: self.max_bytes };
-        if (held + 1) * SEGMENT_LEN as u64 > self.max_bytes {
-            return Err(full);
-        }
-        let mappings_left = self.mappings_max / MAPPINGS_LEFT;
-        if segment::mapped() + mappings_left >= self.mappings_max
-            || !self.room.has(|| self.unfilled() + SEGMENT_LEN as u64)
-        {
+        self.check_limits()?;
+        if !self.room.has(|| self.unfilled() + SEGMENT_LEN as u64) {
             return Err(PublishError::NoRoom);
         }
+        self.number_segment(&mut segments, |number| Segment::create(&self.name, self.user, number))
+    }
+
+    /// Takes in a segment of an earlier pool of this domain, by a descriptor that a client may have sent, and returns its
+    /// number. It stays while the hold lives, for the caller to count its sharers. `each` gets the published slots; to it the
+    /// segment is one of the pool already. Does not call it where another thread has taken the segment in.
+    ///
+    /// # Errors
+    /// [`Refused`]. A file that is not sealed may be later.
+    pub fn inherit(&self, file: &Fd, inode: u64, mut each: impl FnMut(Slot, &Page)) -> Result<Hold, Refused> {
+        let Sealed { reader, slots } = inherited::check(file, inode, &self.name, self.user)?;
+        let (hold, segment) = {
+            let mut segments = write(&self.segments);
+            let known = segments.by_inode.get(&inode).and_then(|number| segments.all[*number as usize].clone());
+            if let Some(known) = known {
+                return Ok(Hold::new(known));
+            }
+            // Its memory is there already: nothing is asked of the control group.
+            let numbered = self.check_limits().and_then(|()| {
+                self.number_segment(&mut segments, |number| Segment::inherit(reader, inode, slots, number))
+            });
+            let segment = numbered.map_err(|_| Refused::NoRoom)?;
+            // Under the lock: it has no sharer yet, and could be released.
+            (Hold::new(segment.clone()), segment)
+        };
+        self.published.fetch_add(u64::from(segment.published()), Ordering::Relaxed);
+        self.bytes.fetch_add(segment.bytes(), Ordering::Relaxed);
+        for index in 0..segment.published() {
+            if let Some(page) = segment.page(index) {
+                each(Slot::new(segment.number(), index), page);
+            }
+        }
+        segment.rest();
+        Ok(hold)
+    }
+
+    /// Returns whether the pool and the process have room for one more segment. Call it with the lock of `segments`, for
+    /// others add some as well.
+    fn check_limits(&self) -> Result<(), PublishError> {
+        let held = self.live_segments.load(Ordering::Relaxed) + self.orphaned(|orphaned| orphaned.bytes.len() as u64);
+        if (held + 1) * SEGMENT_LEN as u64 > self.max_bytes {
+            return Err(PublishError::Full { max_bytes: self.max_bytes });
+        }
+        let mappings_left = self.mappings_max / MAPPINGS_LEFT;
+        if segment::mapped() + mappings_left >= self.mappings_max { Err(PublishError::NoRoom) } else { Ok(()) }
+    }
+
+    /// Makes a segment with the next number.
+    fn number_segment(
+        &self,
+        segments: &mut Segments,
+        create: impl FnOnce(u32) -> std::io::Result<Segment>,
+    ) -> Result<Arc<Segment>, PublishError> {
+        let full = PublishError::Full { max_bytes: self.max_bytes };
         // As late as possible, and the number that rested longest: an agent may still hold an old segment under its number, and
         // may be about to compare with one of its slots.
         let mut free = lock(&self.free);
         let reused = if segments.all.len() as u32 >= self.numbers { Some(*free.front().ok_or(full)?) } else { None };
         let number = reused.unwrap_or(segments.all.len() as u32);
-        let segment = Arc::new(Segment::create(&self.name, number)?);
+        let segment = Arc::new(create(number)?);
         leave_descriptors(segment.reader().raw())?;
         segments.by_inode.insert(segment.inode(), number);
         if reused.is_some() {
@@ -594,7 +652,7 @@ mod tests {
         let pool = |mappings_max| Pool { mappings_max, ..Pool::new("mappings", SEGMENT_LEN as u64) };
         // Each segment of this process takes one, those of other tests too.
         assert!(!is_refused(pool(1 << 12)));
-        let slots: Vec<_> = (0..12).map(|_| Segment::create("mappings", 0).unwrap()).collect();
+        let slots: Vec<_> = (0..12).map(|_| Segment::create("mappings", None, 0).unwrap()).collect();
         assert!(is_refused(pool(16)));
         drop(slots);
     }

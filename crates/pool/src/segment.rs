@@ -3,7 +3,7 @@
 use crate::backing::{Backing, Huge};
 use crate::primitive::{AtomicBool, AtomicU8, AtomicU32, Mutex, Ordering};
 use pagefold_os::fd::Fd;
-use pagefold_os::mem::Mapping;
+use pagefold_os::mem::{self, Mapping};
 use pagefold_os::{PAGE_SIZE, Page, memfd};
 use std::ffi::CString;
 use std::io;
@@ -22,6 +22,24 @@ static MAPPED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(
 /// How many segments the process has mapped.
 pub fn mapped() -> u64 {
     MAPPED.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+/// Name in /proc of the files of a pool.
+pub fn file_name(pool: &str) -> String {
+    format!("pagefold-pool:{pool}")
+}
+
+/// Marks a new segment's file as made for clients of `user`. Where the kernel refuses that, the file cannot be taken in later.
+fn sign(file: &Fd, user: Option<u32>) {
+    if let Some(user) = user.filter(|user| *user != own_user()) {
+        let _ = memfd::set_group(file, user);
+    }
+}
+
+/// The user to whom our files belong.
+pub fn own_user() -> u32 {
+    // SAFETY: takes nothing, changes nothing.
+    unsafe { libc::geteuid() }
 }
 
 /// What a segment's slots are for.
@@ -58,15 +76,27 @@ pub struct Segment {
 
 impl Segment {
     /// Makes an empty segment.
-    pub fn create(pool: &str, number: u32) -> io::Result<Segment> {
-        let name = CString::new(format!("pagefold-pool:{pool}")).map_err(io::Error::other)?;
+    pub fn create(pool: &str, user: Option<u32>, number: u32) -> io::Result<Segment> {
+        let name = CString::new(file_name(pool)).map_err(io::Error::other)?;
         let file = memfd::create(&name, SEGMENT_LEN as u64)?;
+        sign(&file, user);
         // Another user could otherwise open the file for writing through /proc; the seals are the real wall.
         memfd::set_mode(&file, 0o400)?;
         let reader = memfd::reopen_read_only(&file)?;
         let (_, inode) = memfd::len_and_inode(file.raw())?;
         let write = Backing::new(file, SEGMENT_LEN)?;
         memfd::add_seals(write.file(), memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_FUTURE_WRITE)?;
+        Segment::of(number, inode, reader, Some(write), 0)
+    }
+
+    /// The segment of an earlier pool's file, of which `slots` were written and that no process can write to.
+    pub fn inherit(reader: Fd, inode: u64, slots: u32, number: u32) -> io::Result<Segment> {
+        let segment = Segment::of(number, inode, reader, None, slots)?;
+        segment.closed.store(true, Ordering::Release);
+        Ok(segment)
+    }
+
+    fn of(number: u32, inode: u64, reader: Fd, write: Option<Backing>, slots: u32) -> io::Result<Segment> {
         // Mapped through the read-only descriptor: a mapping that could become writable would forbid the last seal.
         let read = Mapping::file(reader.raw(), 0, SEGMENT_LEN, libc::PROT_READ, libc::MAP_SHARED)?;
         MAPPED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -75,9 +105,9 @@ impl Segment {
             inode,
             reader: Arc::new(reader),
             read,
-            write: Mutex::new(Some(write)),
-            published: AtomicU32::new(0),
-            backed: AtomicU32::new(0),
+            write: Mutex::new(write),
+            published: AtomicU32::new(slots),
+            backed: AtomicU32::new(slots),
             closed: AtomicBool::new(false),
             standing: AtomicU8::new(Standing::Offered as u8),
             live: AtomicU32::new(0),
@@ -117,6 +147,12 @@ impl Segment {
         // SAFETY: published slots are never written again, and the mapping lives as long as `self`.
         (index < self.published())
             .then(|| unsafe { &*self.read.as_ptr().add(index as usize * PAGE_SIZE).cast::<Page>() })
+    }
+
+    /// Takes its pages out of our page table; they are mapped again when they are read.
+    pub fn rest(&self) {
+        // SAFETY: a read-only mapping of a file: it reads the same afterwards.
+        let _ = unsafe { mem::advise(self.read.addr(), SEGMENT_LEN as u64, libc::MADV_DONTNEED) };
     }
 
     pub fn number(&self) -> u32 {

@@ -2,8 +2,7 @@
 #include "common.h"
 
 // Fills memory, prints "ready", and compares every byte at each line of input.
-static void serve(void) {
-    struct region r = fill(8192, 4096, 1000);
+static void serve_region(struct region r) {
     mark_mergeable(&r);
     char line[64];
     uint64_t seed = getpid();
@@ -22,6 +21,11 @@ static void serve(void) {
         fflush(stdout);
     }
 }
+
+static void serve(void) { serve_region(fill(8192, 4096, 1000)); }
+
+// As much as a small guest has, each page with bytes of its own.
+static void serve_large(void) { serve_region(fill(1 << 16, 1 << 16, 1000)); }
 
 // Like `serve`, with threads and children that write, discard and compare all the time.
 enum { SHARDS = 16, RESTLESS_PAGES = 4096, CHILDREN_MAX = 4 };
@@ -114,6 +118,7 @@ static void restless(void) {
 
 const struct scenario serve_scenarios[] = {
     {"serve", serve},
+    {"serve-large", serve_large},
     {"restless", restless},
     {0},
 };

@@ -97,6 +97,7 @@ impl LiveClients {
         }
         let domain = Arc::new(Domain::new(domain::Config {
             name: key.1.clone(),
+            user: Some(key.0),
             period_ns: self.config.period.as_nanos() as u64,
             pool_max_bytes: self.config.pool_max_bytes,
             room: pagefold_pool::Room::new(|bytes| memory_limits::own().has(bytes)),

@@ -18,6 +18,7 @@ use pagefold_protocol::handshake::send_welcome;
 use pagefold_protocol::message::{
     self, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST,
 };
+use std::ffi::CString;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -270,6 +271,13 @@ impl Client for MergeClient {
             index: entry.slot as u32,
         };
         Ok(self.list(true)?.map(|entries| entries.iter().map(mapping).collect()))
+    }
+
+    fn open_segment(&mut self, mapping: &PoolMapping) -> Option<Fd> {
+        let Range { start, end } = mapping.range;
+        let path = CString::new(format!("/proc/{}/map_files/{start:x}-{end:x}", self.shared.pid)).ok()?;
+        // Nothing is opened but the path: by now there may be a file that its file system is slow to open.
+        Fd::open(&path, libc::O_PATH, 0).ok()
     }
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {

@@ -5,15 +5,15 @@
 //! are candidates, find their twins, and share slots of the segment that is being filled. With its last sharer the
 //! segment goes. A client with pages that cannot be moved (they may be pinned) ends the attempt, and the segment stays in use.
 //!
-//! Segments of an earlier daemon are emptied in the same way, a window of slots at a time: their sharers can then share
-//! with others again, and the books know them.
+//! Segments of an earlier daemon that could not be [inherited](super::inherit) are emptied in the same way, a window of slots
+//! at a time: their sharers can then share with others again, and the books know them.
 
 use super::watch_stage::within;
 use super::{Domain, Entry, Member, Work};
 use crate::client::{Gone, PoolMapping};
 use pagefold_os::sync::{lock, read};
-use pagefold_os::{PAGE_SIZE, Range};
-use pagefold_pool::SLOTS_PER_SEGMENT;
+use pagefold_os::{PAGE_SIZE, Page, Range};
+use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
@@ -135,17 +135,20 @@ impl Domain {
     /// candidates in the meantime.
     fn keep(&self, segment: u32) {
         let mut notices = Vec::new();
-        self.pool.keep(segment, |slot, page| {
-            let fingerprint = self.key.fingerprint(page);
-            let mine = Entry::Slot(slot).value();
-            // A full index, or a slot elsewhere: then this slot gets no new sharers.
-            let Ok(Some(found)) = self.index.get_or_insert(fingerprint, mine) else { return };
-            let entry = Entry::from_value(found);
-            if matches!(entry, Entry::Candidate { .. }) && self.index.replace(fingerprint, found, mine) {
-                notices.push((entry, Some(slot)));
-            }
-        });
+        self.pool.keep(segment, |slot, page| notices.extend(self.offer(slot, page)));
         self.notify_owners(&notices);
+    }
+
+    /// Has the index lead to `slot` for pages that equal `page`, its content. Returns what the owner of a candidate with that
+    /// content is to be told.
+    pub(super) fn offer(&self, slot: Slot, page: &Page) -> Option<(Entry, Option<Slot>)> {
+        let fingerprint = self.key.fingerprint(page);
+        let mine = Entry::Slot(slot).value();
+        // A full index, or a slot elsewhere: then this slot gets no new sharers.
+        let Ok(Some(found)) = self.index.get_or_insert(fingerprint, mine) else { return None };
+        let entry = Entry::from_value(found);
+        let is_candidate = matches!(entry, Entry::Candidate { .. });
+        (is_candidate && self.index.replace(fingerprint, found, mine)).then_some((entry, Some(slot)))
     }
 }
 

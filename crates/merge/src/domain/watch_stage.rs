@@ -7,7 +7,7 @@ use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Inde
 use pagefold_os::page::is_zero;
 use pagefold_os::sync::{lock, write};
 use pagefold_os::{PAGE_SIZE, Range, sched};
-use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::SLOTS_PER_SEGMENT;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -87,6 +87,7 @@ impl Domain {
         );
         self.count(|c| &c.pages_discarded, discarded);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
+        let has_all = has_all && !self.may_inherit_later(work);
         // All plain memory, not only ranges that are new to the table: where the program mapped or discarded, unwatched memory
         // may lie at addresses that the table knows.
         let plain: Vec<Range> = ranges.iter().flat_map(|range| without(*range, &mappings)).collect();
@@ -171,42 +172,6 @@ impl Domain {
         self.count(|c| &c.pages_discarded, discarded);
         self.adopt(work, &mappings)?;
         Ok(Some(mappings))
-    }
-
-    /// Enters pool mappings into the ledger that we did not make: a forked child has its parent's.
-    ///
-    /// Mappings of segments that are not ours (an earlier daemon's) stay shared, by the kernel, until compaction comes to
-    /// them. Of those only the broken pages are ours to heal.
-    fn adopt(&self, work: &mut Work, mappings: &[PoolMapping]) -> Result<(), Gone> {
-        let mut known: Option<(u64, Option<u32>)> = None;
-        work.foreign.clear();
-        for mapping in mappings {
-            let segment = match known {
-                Some((inode, segment)) if inode == mapping.inode => segment,
-                _ => self.pool.segment_of_inode(mapping.inode),
-            };
-            known = Some((mapping.inode, segment));
-            let Some(segment) = segment else {
-                work.foreign.push(*mapping);
-                let mut broken = Vec::new();
-                work.client.broken(mapping.range, &mut broken)?;
-                let pages = broken.iter().map(|part| clip(*part, mapping.range));
-                for addr in pages.flat_map(|part| (part.start..part.end).step_by(PAGE_SIZE)) {
-                    if work.table.state(addr) == State::Unknown {
-                        work.table.set(addr, State::Broken { age: 0, backoff: 2 });
-                    }
-                }
-                continue;
-            };
-            for (page, addr) in (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE).enumerate() {
-                let Some((chunk, index)) = work.table.find_mut(addr) else { continue };
-                let slot = Slot::new(segment, mapping.index + page as u32);
-                if chunk.state(index) == State::Unknown && self.pool.adopt_sharer(slot, mapping.inode) {
-                    chunk.set(index, State::Shared(slot));
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Scans for writes, unless nothing can have changed: the last scan changed nothing, nothing was done since, and
@@ -627,7 +592,7 @@ fn check(range: Range, before: u64) -> Result<(), Gone> {
 }
 
 /// The whole pages of `range` that lie in `limits`.
-fn clip(range: Range, limits: Range) -> Range {
+pub(super) fn clip(range: Range, limits: Range) -> Range {
     let start = range.start.clamp(limits.start, limits.end).next_multiple_of(PAGE);
     let end = range.end.min(limits.end) / PAGE * PAGE;
     Range { start, end: end.max(start) }

@@ -3,6 +3,7 @@
 use super::memory::{Backing, Entry, File, Frame, HUGE, Memory, OnFork, PAGE, Process, Shared, pages_of};
 use super::page_of;
 use crate::client::{Client, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
+use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Pool, Slot};
 use pagefold_protocol::message::RefusalReason;
@@ -118,6 +119,16 @@ impl Client for SimClient {
             }
         }
         Ok(Some(mappings))
+    }
+
+    fn open_segment(&mut self, mapping: &PoolMapping) -> Option<Fd> {
+        let mut memory = self.process.lock();
+        let opens = memory.rng.chance(self.process.shared.options.inherits);
+        let file = memory.entries.values().find_map(|entry| match &entry.backing {
+            Backing::Pool { file, .. } if file.inode == mapping.inode => Some(file),
+            _ => None,
+        });
+        file.filter(|_| opens)?.open()
     }
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
@@ -646,6 +657,10 @@ impl Client for Hostile {
             }
         }
         Ok(Some(mappings))
+    }
+
+    fn open_segment(&mut self, mapping: &PoolMapping) -> Option<Fd> {
+        self.honest.open_segment(mapping)
     }
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {

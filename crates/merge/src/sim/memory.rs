@@ -36,6 +36,8 @@ pub struct Options {
     pub reuse: u32,
     /// Now and then an agent has neither descriptor nor mapping for a segment.
     pub lacks: bool,
+    /// How often, per mille, the file of an earlier daemon's segment can be opened again.
+    pub inherits: u32,
 }
 
 impl Default for Options {
@@ -51,6 +53,7 @@ impl Default for Options {
             huge: false,
             reuse: 0,
             lacks: false,
+            inherits: 0,
         }
     }
 }
@@ -66,6 +69,10 @@ pub(super) struct File {
 }
 
 impl File {
+    pub(super) fn open(&self) -> Option<Fd> {
+        self.fd.duplicate().ok()
+    }
+
     fn read(&self, index: u32) -> Option<Content> {
         let mut page = [0; PAGE_SIZE];
         let got = self.fd.read_at(&mut page, u64::from(index) * PAGE);
@@ -541,8 +548,8 @@ impl Process {
             (Backing::Pool { file, index }, Frame::None) => Some((*addr, file, *index)),
             _ => None,
         });
-        let held = shown.filter(|(_, file, _)| pool.segment_inode(file.segment) == Some(file.inode));
-        held.map(|(addr, file, index)| (addr, Slot::new(file.segment, index))).collect()
+        let held = shown.filter_map(|(addr, file, index)| Some((addr, pool.segment_of_inode(file.inode)?, index)));
+        held.map(|(addr, segment, index)| (addr, Slot::new(segment, index))).collect()
     }
 
     /// The pages that the owner of `pool` can merge, zero pages apart, with their contents, and whether each is.
@@ -555,9 +562,7 @@ impl Process {
         let pages = memory.entries.iter().filter_map(|(addr, entry)| {
             let content = *memory.truth.get(addr).filter(|content| **content != 0)?;
             let (able, merged) = match (&entry.backing, entry.frame) {
-                (Backing::Pool { file, .. }, Frame::None) => {
-                    (pool.segment_inode(file.segment) == Some(file.inode), true)
-                }
+                (Backing::Pool { file, .. }, Frame::None) => (pool.segment_of_inode(file.inode).is_some(), true),
                 (_, Frame::Own { exclusive: true, .. }) => (entry.managed && !entry.pinned && !entry.huge, false),
                 _ => (false, false),
             };

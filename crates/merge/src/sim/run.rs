@@ -42,9 +42,11 @@ impl Plan {
             huge: rng.chance(200),
             reuse: [0, 300, 800][(seed / 3 % 3) as usize],
             lacks: seed.is_multiple_of(4),
+            inherits: [0, 700, 1000][(seed / 5 % 3) as usize],
         };
         let config = Config {
             name: "sim".into(),
+            user: None,
             period_ns: 1000,
             pool_max_bytes: [1, 24 << 20, 1 << 40][rng.below(3) as usize],
             room: Room::default(),

@@ -1,0 +1,131 @@
+//! Mappings of the pool that this domain did not make: what a client shows when it comes.
+//!
+//! A forked child shows its parent's slots. A program that outlived its daemon, or its domain, shows slots of an earlier
+//! pool. The kernel's tables are the record of that, so nothing has to be saved: each mapping names its file and the place in it,
+//! the page table tells pages that were written since from the others. The file is opened again, [checked](Pool::inherit) and
+//! its slots are fingerprinted, once; from then on they are slots like all others.
+//!
+//! [`Pool::inherit`]: pagefold_pool::Pool::inherit
+
+use super::watch_stage::clip;
+use super::{Domain, Work};
+use crate::client::{Gone, PoolMapping};
+use crate::page::State;
+use pagefold_os::page::is_zero;
+use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_pool::{Hold, Refused, Slot};
+use std::collections::BTreeMap;
+
+/// Periods in which a client's files that may be sealed later are tried again.
+const TRIES: u32 = 10;
+
+/// Segments of earlier pools that a client shows, and that were not taken in.
+#[derive(Debug, Default)]
+pub(super) struct NotInherited {
+    /// Its pages, by reason.
+    pub(super) pages: BTreeMap<String, u64>,
+    /// Some may be taken in later.
+    may_come: bool,
+    tries: u32,
+}
+
+impl NotInherited {
+    fn note(&mut self, pages: u64, why: Option<Refused>) {
+        self.may_come |= matches!(why, None | Some(Refused::NotSealed));
+        let why = why.map_or_else(|| "it cannot be opened".to_owned(), |why| why.to_string());
+        *self.pages.entry(why).or_default() += pages;
+    }
+}
+
+impl Domain {
+    /// Enters pool mappings into the ledger that this domain did not make.
+    ///
+    /// Mappings of segments that cannot be taken in stay shared, by the kernel, until compaction comes to them. Of those
+    /// only the broken pages are ours to heal.
+    pub(super) fn adopt(&self, work: &mut Work, mappings: &[PoolMapping]) -> Result<(), Gone> {
+        // Segments that were taken in here, until their sharers are counted, and those that cannot be.
+        let mut tried: BTreeMap<u64, Result<Hold, Refused>> = BTreeMap::new();
+        work.foreign.clear();
+        work.not_inherited = NotInherited { tries: work.not_inherited.tries, ..NotInherited::default() };
+        for mapping in mappings {
+            let segment = match (self.pool.segment_of_inode(mapping.inode), tried.get(&mapping.inode)) {
+                (Some(segment), _) => Ok(segment),
+                (None, Some(Err(why))) => Err(Some(*why)),
+                _ => {
+                    let inherited = self.inherit(work, mapping);
+                    let segment = inherited.as_ref().map(Hold::segment).map_err(|why| *why);
+                    match inherited {
+                        Ok(hold) => _ = tried.insert(mapping.inode, Ok(hold)),
+                        Err(Some(why)) => _ = tried.insert(mapping.inode, Err(why)),
+                        // By another of its mappings it may be opened.
+                        Err(None) => {}
+                    }
+                    segment
+                }
+            };
+            match segment {
+                Ok(segment) => self.adopt_mapping(work, mapping, segment)?,
+                Err(why) => {
+                    self.mark_broken(work, mapping.range)?;
+                    work.foreign.push(*mapping);
+                    work.not_inherited.note(mapping.range.pages(), why);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes in the segment of an earlier pool that `mapping` shows.
+    fn inherit(&self, work: &mut Work, mapping: &PoolMapping) -> Result<Hold, Option<Refused>> {
+        let file = work.client.open_segment(mapping).ok_or(None)?;
+        let mut notices = Vec::new();
+        // Slots of zeros are the rest of a huge page that was begun.
+        let hold = self.pool.inherit(&file, mapping.inode, |slot, page| {
+            if !is_zero(page) {
+                notices.extend(self.offer(slot, page));
+            }
+        })?;
+        self.mark_index_dirty();
+        self.notify_owners(&notices);
+        Ok(hold)
+    }
+
+    /// Enters a mapping of `segment`: pages that were written are broken, the others share.
+    fn adopt_mapping(&self, work: &mut Work, mapping: &PoolMapping, segment: u32) -> Result<(), Gone> {
+        let mut addrs = (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE);
+        let is_new =
+            addrs.any(|addr| work.table.find(addr).is_some_and(|(chunk, index)| chunk.state(index) == State::Unknown));
+        if !is_new {
+            return Ok(());
+        }
+        self.mark_broken(work, mapping.range)?;
+        for (page, addr) in (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE).enumerate() {
+            let Some((chunk, index)) = work.table.find_mut(addr) else { continue };
+            let slot = Slot::new(segment, mapping.index + page as u32);
+            if chunk.state(index) == State::Unknown && self.pool.adopt_sharer(slot, mapping.inode) {
+                chunk.set(index, State::Shared(slot));
+            }
+        }
+        Ok(())
+    }
+
+    /// Enters the pages of a mapping that were written before this domain knew them.
+    fn mark_broken(&self, work: &mut Work, range: Range) -> Result<(), Gone> {
+        let mut broken = Vec::new();
+        work.client.broken(range, &mut broken)?;
+        let pages = broken.iter().map(|part| clip(*part, range));
+        for addr in pages.flat_map(|part| (part.start..part.end).step_by(PAGE_SIZE)) {
+            if work.table.state(addr) == State::Unknown {
+                work.table.set(addr, State::Broken { age: 0, backoff: 2 });
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns true if the client's mappings should be looked at again in the next period.
+    pub(super) fn may_inherit_later(&self, work: &mut Work) -> bool {
+        let again = work.not_inherited.may_come && work.not_inherited.tries < TRIES;
+        work.not_inherited.tries = if again { work.not_inherited.tries + 1 } else { 0 };
+        again
+    }
+}
