@@ -90,6 +90,14 @@ fn every_page_is_in_the_summary() {
 }
 
 #[test]
+fn the_testing_page_counts_what_is_there() {
+    match std::process::Command::new(Path::new(root()).join("tests/count")).arg("--check").output() {
+        Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
+        Err(error) => println!("SKIPPED: tests/count needs python3: {error}"),
+    }
+}
+
+#[test]
 fn the_reference_names_every_schema() {
     let reference = read(&Path::new(root()).join("docs/reference.md"));
     for entry in std::fs::read_dir(Path::new(root()).join("docs/schemas")).expect("schemas").flatten() {
