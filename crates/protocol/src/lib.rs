@@ -5,6 +5,8 @@
 //!
 //! * [`message`]: the packets of the socket and the entries of lists.
 //! * [`channel`]: the shared memory file that carries lists and page contents.
+//! * [`entry`]: the page by which the agent in a running program begins.
+//! * [`forked_memory`]: merged memory of a child that no agent is in.
 //! * [`handshake`]: the first packets of a connection, which live merging and the cold tier share.
 //! * [`residency_map`]: where each page of a cold client is, with the lock that owns it.
 //! * [`wait_histogram`]: the buckets in which the agent counts how long accesses waited.
@@ -13,6 +15,8 @@
 #![cfg_attr(not(test), no_std)]
 
 pub mod channel;
+pub mod entry;
+pub mod forked_memory;
 pub mod handshake;
 pub mod message;
 pub mod pinning_devices;

@@ -54,6 +54,8 @@ pub enum Op {
     /// Lend the anonymous memory to the cold tier (`a` = 1): stop watching it, and become a client of the tier as well. Or
     /// take it back (`a` = 0) if the tier did not accept the client; the tier ends an accepted one by `Leave`.
     Lend = 11,
+    /// Agent, on the socket for children: the program has forked. Carries the userfaultfd of the child's memory.
+    ForkedChild = 12,
     /// Daemon, to the agent of a cold client: begin; `a` = epoch.
     ColdStart = 16,
     /// Copy these runs (list of [`RegionEntry`]) to the channel; the answer's list holds one byte per page.
@@ -74,6 +76,10 @@ pub const HELLO_FORKED: u64 = 2;
 pub const HELLO_COLD: u64 = 4;
 /// Flag of `Hello`: the anonymous memory is lent to the cold tier. With [`HELLO_COLD`] the sender is the borrower.
 pub const HELLO_LENT: u64 = 8;
+
+/// Flag of `Hello`: the agent entered a program that ran already. Its threads are to be stopped while mappings are replaced.
+/// `b` and `count` are address and length of the agent's memory, `sequence` the address of the code by which it leaves.
+pub const HELLO_ATTACHED: u64 = 16;
 
 /// A packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

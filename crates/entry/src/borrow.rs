@@ -1,0 +1,241 @@
+//! The instructions that a borrowed thread executes: it maps the agent's memory, starts the agent's first thread, and goes back to
+//! what it did.
+//!
+//! The thread uses none of the program's stack, for that may have no room, and leaves every register as it was. Whatever it needs
+//! stands in [`Words`] beside the instructions before its registers are set, so a tracer that dies after that is not missed. Signals
+//! wait from the first call to the last; the new thread lets all of them wait for ever.
+//!
+//! The new thread waits until the agent's code is written, ten seconds at most, and else unmaps everything and ends.
+
+use pagefold_os::Range;
+
+/// What the instructions read: the tracer fills it in. In the order of the words behind the instructions.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Words {
+    /// Every signal.
+    pub all_signals: u64,
+    /// Signals that the thread let wait.
+    pub mask: u64,
+    /// Where the agent's memory begins, and how long it is.
+    pub base: u64,
+    /// Its length.
+    pub len: u64,
+    /// Where the part of it begins that can be written.
+    pub data: u64,
+    /// Length of that part.
+    pub data_len: u64,
+    /// End of the stack of the agent's first thread.
+    pub stack: u64,
+    /// The entry page.
+    pub page: u64,
+    /// Where the agent's code begins.
+    pub begin: u64,
+    /// How long the new thread sleeps between two looks: seconds.
+    pub sleep_s: u64,
+    /// Nanoseconds.
+    pub sleep_ns: u64,
+    /// Registers of the thread, to be restored.
+    pub flags: u64,
+    /// As its name says, and so below.
+    pub rsp: u64,
+    /// Restored.
+    pub rax: u64,
+    /// Restored.
+    pub rdi: u64,
+    /// Restored.
+    pub rsi: u64,
+    /// Restored.
+    pub rdx: u64,
+    /// Restored.
+    pub r10: u64,
+    /// Restored.
+    pub r8: u64,
+    /// Restored.
+    pub r9: u64,
+    /// Restored.
+    pub rcx: u64,
+    /// Restored.
+    pub r11: u64,
+    /// Where it goes on.
+    pub rip: u64,
+}
+
+#[cfg(target_arch = "x86_64")]
+core::arch::global_asm!(
+    ".pushsection .rodata.pagefold_borrow, \"a\"",
+    ".balign 16",
+    ".globl pagefold_borrow_begin, pagefold_borrow_leave, pagefold_borrow_words, pagefold_borrow_end",
+    ".hidden pagefold_borrow_begin, pagefold_borrow_leave, pagefold_borrow_words, pagefold_borrow_end",
+    "pagefold_borrow_begin:",
+    // rt_sigprocmask(SIG_SETMASK, all, NULL, 8)
+    "mov eax, 14",
+    "mov edi, 2",
+    "lea rsi, [rip + 90f]",
+    "xor edx, edx",
+    "mov r10d, 8",
+    "syscall",
+    // mmap(base, len, PROT_READ | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE | MAP_NORESERVE, -1, 0)
+    "mov eax, 9",
+    "mov rdi, [rip + 90f + 16]",
+    "mov rsi, [rip + 90f + 24]",
+    "mov edx, 5",
+    "mov r10d, 0x104022",
+    "mov r8, -1",
+    "xor r9d, r9d",
+    "syscall",
+    "cmp rax, [rip + 90f + 16]",
+    "jne 3f",
+    // mmap(data, data_len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0)
+    "mov eax, 9",
+    "mov rdi, [rip + 90f + 32]",
+    "mov rsi, [rip + 90f + 40]",
+    "mov edx, 3",
+    "mov r10d, 0x4032",
+    "mov r8, -1",
+    "xor r9d, r9d",
+    "syscall",
+    "cmp rax, [rip + 90f + 32]",
+    "jne 2f",
+    // clone(VM | FS | FILES | SIGHAND | THREAD | SYSVSEM | PARENT_SETTID | CHILD_CLEARTID, stack, &thread, &thread, 0)
+    "mov eax, 56",
+    "mov edi, 0x00350f00",
+    "mov rsi, [rip + 90f + 48]",
+    "mov rdx, [rip + 90f + 56]",
+    "lea rdx, [rdx + 4]",
+    "mov r10, rdx",
+    "xor r8d, r8d",
+    "syscall",
+    "test rax, rax",
+    "jz 4f",
+    "js 2f",
+    "mov rax, [rip + 90f + 56]",
+    "mov dword ptr [rax + 8], 1",
+    "jmp 3f",
+    // munmap(base, len)
+    "2:",
+    "mov eax, 11",
+    "mov rdi, [rip + 90f + 16]",
+    "mov rsi, [rip + 90f + 24]",
+    "syscall",
+    // Back. No signal comes while the stack pointer is not the program's.
+    "3:",
+    "lea rsp, [rip + 90f + 88]",
+    "popfq",
+    "mov rsp, [rip + 90f + 96]",
+    // rt_sigprocmask(SIG_SETMASK, mask, NULL, 8); from here on nothing changes the flags.
+    "mov eax, 14",
+    "mov edi, 2",
+    "lea rsi, [rip + 90f + 8]",
+    "mov edx, 0",
+    "mov r10d, 8",
+    "syscall",
+    "mov rax, [rip + 90f + 104]",
+    "mov rdi, [rip + 90f + 112]",
+    "mov rsi, [rip + 90f + 120]",
+    "mov rdx, [rip + 90f + 128]",
+    "mov r10, [rip + 90f + 136]",
+    "mov r8, [rip + 90f + 144]",
+    "mov r9, [rip + 90f + 152]",
+    "mov rcx, [rip + 90f + 160]",
+    "mov r11, [rip + 90f + 168]",
+    "jmp qword ptr [rip + 90f + 176]",
+    // The new thread waits for the agent's code.
+    "4:",
+    "mov r12, [rip + 90f + 56]",
+    "mov r13d, 10000",
+    "5:",
+    "mov eax, [r12]",
+    "cmp eax, 1",
+    "je 6f",
+    "cmp eax, 3",
+    "je 7f",
+    "dec r13d",
+    "jz 7f",
+    // nanosleep(&sleep, NULL)
+    "mov eax, 35",
+    "lea rdi, [rip + 90f + 72]",
+    "xor esi, esi",
+    "syscall",
+    "jmp 5b",
+    "6:",
+    "mov rdi, r12",
+    "xor ebp, ebp",
+    "call qword ptr [rip + 90f + 64]",
+    "ud2",
+    "7:",
+    "mov rdi, [rip + 90f + 16]",
+    "mov rsi, [rip + 90f + 24]",
+    // munmap(rdi, rsi), exit(0): the agent comes here, too, when it leaves.
+    "pagefold_borrow_leave:",
+    "mov eax, 11",
+    "syscall",
+    "mov eax, 60",
+    "xor edi, edi",
+    "syscall",
+    "ud2",
+    ".balign 8",
+    "pagefold_borrow_words:",
+    "90:",
+    "pagefold_borrow_end:",
+    ".popsection",
+);
+
+#[cfg(target_arch = "x86_64")]
+unsafe extern "C" {
+    static pagefold_borrow_begin: u8;
+    static pagefold_borrow_leave: u8;
+    static pagefold_borrow_words: u8;
+}
+
+/// The instructions, without their words; nothing where there are none for this processor.
+fn instructions() -> &'static [u8] {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: both labels belong to one section of this program, the second behind the first.
+    unsafe {
+        let begin = &raw const pagefold_borrow_begin;
+        std::slice::from_raw_parts(begin, (&raw const pagefold_borrow_words).offset_from_unsigned(begin))
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    &[]
+}
+
+/// Length of instructions and words.
+pub fn len() -> usize {
+    instructions().len() + size_of::<Words>()
+}
+
+/// True if programs can be entered on this processor.
+pub fn is_supported() -> bool {
+    !instructions().is_empty()
+}
+
+/// Where the code that leaves lies if the instructions lie at `at`.
+pub fn leave_at(at: u64) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: both labels belong to one section of this program.
+    return at
+        + unsafe { (&raw const pagefold_borrow_leave).offset_from_unsigned(&raw const pagefold_borrow_begin) } as u64;
+    #[cfg(not(target_arch = "x86_64"))]
+    at
+}
+
+/// Where the instructions lie if the code that leaves lies at `leave_at`.
+pub fn code_at(leave_at: u64) -> Option<u64> {
+    leave_at.checked_sub(self::leave_at(0))
+}
+
+/// Instructions and words as they lie in the program's memory.
+pub fn code(words: &Words) -> Vec<u8> {
+    let mut code = instructions().to_vec();
+    // SAFETY: the structure is `repr(C)` of words without padding.
+    code.extend_from_slice(unsafe {
+        std::slice::from_raw_parts(std::ptr::from_ref(words).cast::<u8>(), size_of::<Words>())
+    });
+    code
+}
+
+/// The addresses that the instructions take from `at` on.
+pub fn range(at: u64) -> Range {
+    Range { start: at, end: at + len() as u64 }
+}

@@ -1,0 +1,617 @@
+//! The steps of an entry, and of leaving.
+//!
+//! 1. [`look`](look) decides whether the program can be entered, and says why not.
+//! 2. One thread of it is stopped, at a moment at which nothing would be lost: no signal is on its way to the thread, and the thread is not
+//!    in the middle of a restartable sequence. Its registers are set to the instructions of [`borrow`], and it goes on.
+//! 3. The new thread waits for the agent's code, which is written from outside; then it begins.
+//! 4. The agent opens its sockets, and their other ends are taken.
+//!
+//! After each step the tracer may die: the program goes on, and the new thread ends by itself if it is not served.
+
+use crate::borrow::{self, Words};
+use crate::image::Image;
+use crate::memory::{self, Memory};
+use crate::stop::{OWN_THREADS, with_stopped};
+use crate::trace::{Registers, Report, Tracer};
+use pagefold_os::fd::Fd;
+use pagefold_os::procfs::OwnedMap;
+use pagefold_os::{PAGE_SIZE, Range, procfs, syscall};
+use pagefold_protocol::entry::{EntryPage, SOCKET_MAX, order, stage};
+use std::mem::offset_of;
+use std::time::{Duration, Instant};
+use std::{fs, io, thread};
+
+/// Bytes of the stack of the agent's first thread.
+const STACK_LEN: u64 = 256 << 10;
+/// How long the borrowed thread, and then the agent, may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How long one thread may take to stand still before another is tried.
+const STOP_PATIENCE: Duration = Duration::from_millis(20);
+/// How often the threads of the program are tried.
+const TRIES: usize = 20;
+/// Names of the mappings that agents make.
+const POOL_NAME: &str = "/memfd:pagefold-pool";
+
+/// Why a program was not entered. It goes on as if nothing had been.
+#[derive(Debug, thiserror::Error)]
+pub enum EntryError {
+    /// There is no such process.
+    #[error("there is no such process")]
+    Gone,
+    /// It cannot be entered, and why.
+    #[error("{0}")]
+    Refused(String),
+    /// No thread of it could be borrowed.
+    #[error("no thread of it could be borrowed: {0}")]
+    Busy(String),
+    /// The kernel refused a step.
+    #[error("{step}: {error}")]
+    System {
+        /// What was tried.
+        step: &'static str,
+        /// The kernel's reason.
+        error: io::Error,
+    },
+}
+
+/// What the agent needs to know.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings<'a> {
+    /// Where the daemon listens.
+    pub socket: &'a [u8],
+    /// The domain's name, 64 bytes at most.
+    pub domain: &'a str,
+}
+
+/// An agent in a program, before its greeting.
+#[derive(Debug)]
+pub struct Entered {
+    /// Our end of the agent's connection.
+    pub requests: Fd,
+    /// Where it sends the memory of children.
+    pub children: Fd,
+    /// How long the borrowed thread stood still.
+    pub still: Duration,
+}
+
+/// What an entry leaves in a program as long as the agent is there.
+#[derive(Clone, Copy, Debug)]
+pub struct Traces {
+    /// The process.
+    pub pid: i32,
+    /// Its start time, in ticks since boot.
+    pub started: u64,
+    /// The agent's memory.
+    pub image: Range,
+    /// Where the instructions lie.
+    pub code: u64,
+}
+
+impl Traces {
+    /// Of process `pid`, as its agent says: where its memory lies, and where the code that leaves. `None` if that cannot be.
+    pub fn of(pid: i32, image: Range, leave_at: u64) -> Option<Traces> {
+        let is_whole = image.start.is_multiple_of(PAGE_SIZE as u64) && image.len() > STACK_LEN + PAGE_SIZE as u64;
+        let code = borrow::code_at(leave_at)?;
+        Some(Traces { pid, started: procfs::start_time(pid)?, image, code }).filter(|_| is_whole)
+    }
+
+    /// The entry page.
+    const fn page(&self) -> u64 {
+        self.image.end - STACK_LEN - PAGE_SIZE as u64
+    }
+}
+
+fn step(step: &'static str) -> impl Fn(io::Error) -> EntryError {
+    move |error| match error.raw_os_error() {
+        Some(libc::ESRCH) => EntryError::Gone,
+        _ => EntryError::System { step, error },
+    }
+}
+
+/// Says why process `pid` cannot be entered.
+///
+/// # Errors
+/// [`EntryError::Gone`], or [`EntryError::Refused`] with one line: what, and what to do about it.
+pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
+    let refuse = |reason: &str| Err(EntryError::Refused(reason.into()));
+    if pid <= 0 || !fs::exists(format!("/proc/{pid}")).unwrap_or(false) {
+        return Err(EntryError::Gone);
+    }
+    if pid == std::process::id() as i32 {
+        return refuse("it is the daemon itself");
+    }
+    if !borrow::is_supported() {
+        return refuse("programs can be entered on x86-64 only so far; start it by pagefold run");
+    }
+    let status = procfs::status(pid);
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.unwrap_or_default().trim().to_owned()
+    };
+    match field("State").chars().next() {
+        None | Some('Z' | 'X') => return Err(EntryError::Gone),
+        Some('T' | 't') => return refuse("it is stopped (SIGSTOP or a debugger): let it go on first"),
+        _ => {}
+    }
+    let tracer = field("TracerPid");
+    if tracer != "0" && !tracer.is_empty() {
+        return Err(EntryError::Refused(format!("process {tracer} traces it: end that first")));
+    }
+    if field("Kthread") == "1" || field("VmSize").is_empty() {
+        return refuse("it is a thread of the kernel");
+    }
+    if field("Tgid") != pid.to_string() {
+        return Err(EntryError::Refused(format!("it is a thread of process {}: name that", field("Tgid"))));
+    }
+    if field("Seccomp") != "0" {
+        return refuse(
+            "a seccomp filter restricts its system calls, and the agent's with them; start it by pagefold run",
+        );
+    }
+    let maps = memory::maps(pid).map_err(|error| match error.kind() {
+        io::ErrorKind::PermissionDenied => EntryError::Refused(
+            "this user may not trace it: it is another user's, or has other rights than its user (see ptrace(2), pagefold doctor)".into(),
+        ),
+        _ => EntryError::Gone,
+    })?;
+    if maps.is_empty() {
+        return Err(EntryError::Gone);
+    }
+    if maps.iter().any(|map| map.name.starts_with(POOL_NAME) && !map.shared) {
+        return refuse("it shows merged memory already, its own or that of the process that forked it");
+    }
+    let is_own = |name: &fs::DirEntry| {
+        fs::read(name.path().join("comm")).is_ok_and(|comm| comm.starts_with(OWN_THREADS.as_bytes()))
+    };
+    if fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|tasks| tasks.flatten().any(|task| is_own(&task))) {
+        return refuse("an agent is in it already");
+    }
+    Ok(maps)
+}
+
+/// Enters process `pid` and starts `agent` there.
+///
+/// # Errors
+/// [`EntryError`]; the program goes on as if nothing had been.
+pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered, EntryError> {
+    if settings.socket.len() >= SOCKET_MAX || settings.domain.len() > 64 {
+        return Err(EntryError::Refused("the path of the daemon's socket or the domain's name is too long".into()));
+    }
+    let maps = look(pid)?;
+    let page = PAGE_SIZE as u64;
+    let len = agent.len + page + STACK_LEN;
+    let range = memory::free_range(&maps, len)
+        .ok_or_else(|| EntryError::Refused("its address space has no room for the agent".into()))?;
+    let layout = Layout { range, page: range.start + agent.len, stack: range.end - STACK_LEN };
+    let borrowed = thread::scope(|scope| {
+        // A thread of its own: when it ends the kernel lets go of whatever is still traced.
+        scope
+            .spawn(|| borrow_thread(pid, agent, &layout, &maps))
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })?;
+    let memory = Memory::open(pid).map_err(step("opening its memory"))?;
+    let result = begin(pid, agent, settings, &layout, &borrowed, &memory);
+    match result {
+        Ok((requests, children)) => Ok(Entered { requests, children, still: borrowed.still }),
+        Err(error) => {
+            let _ = memory.write(layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
+            wait_for_end(pid, range);
+            let _ = clear(pid, borrowed.code);
+            Err(error)
+        }
+    }
+}
+
+/// Where the parts of the agent's memory lie.
+struct Layout {
+    range: Range,
+    /// The entry page.
+    page: u64,
+    /// The first stack.
+    stack: u64,
+}
+
+/// A thread that has been sent to the instructions.
+struct Borrowed {
+    code: u64,
+    still: Duration,
+}
+
+/// Stops one thread, has it execute the instructions, and lets it go on.
+fn borrow_thread(pid: i32, agent: &Image, layout: &Layout, maps: &[OwnedMap]) -> Result<Borrowed, EntryError> {
+    let tracer = Tracer::default();
+    let mut why = String::from("it has none");
+    for _ in 0..TRIES {
+        for thread in threads_by_calm(pid) {
+            match try_thread(&tracer, pid, thread, agent, layout, maps) {
+                Ok(borrowed) => return Ok(borrowed),
+                Err(Unfit::Passing(reason)) => why = reason.into(),
+                Err(Unfit::Lasting(error)) => return Err(error),
+            }
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    if fs::exists(format!("/proc/{pid}/task/{pid}")).unwrap_or(false) {
+        Err(EntryError::Busy(why))
+    } else {
+        Err(EntryError::Gone)
+    }
+}
+
+/// Why a thread is not borrowed.
+enum Unfit {
+    /// At another moment it, or another thread, may do.
+    Passing(&'static str),
+    /// No thread will.
+    Lasting(EntryError),
+}
+
+/// The threads of a process: first those that run, then those that sleep in calls which go on after a stop as if nothing had been.
+fn threads_by_calm(pid: i32) -> Vec<i32> {
+    let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let numbers = tasks.flatten().filter_map(|task| task.file_name().to_str()?.parse::<i32>().ok());
+    let mut threads: Vec<(u8, i32)> = numbers.map(|thread| (unrest(pid, thread), thread)).collect();
+    threads.sort_unstable();
+    threads.into_iter().map(|(_, thread)| thread).collect()
+}
+
+/// How much a stop would disturb `thread`.
+fn unrest(pid: i32, thread: i32) -> u8 {
+    const RESTART: [libc::c_long; 8] = [
+        libc::SYS_futex,
+        libc::SYS_poll,
+        libc::SYS_ppoll,
+        libc::SYS_read,
+        libc::SYS_wait4,
+        libc::SYS_nanosleep,
+        libc::SYS_clock_nanosleep,
+        libc::SYS_accept4,
+    ];
+    let call = fs::read_to_string(format!("/proc/{pid}/task/{thread}/syscall")).unwrap_or_default();
+    match call.split_ascii_whitespace().next() {
+        Some("running") => 0,
+        Some(number) if number.parse().is_ok_and(|number| RESTART.contains(&number)) => 1,
+        _ => 2,
+    }
+}
+
+fn try_thread(
+    tracer: &Tracer,
+    pid: i32,
+    thread: i32,
+    agent: &Image,
+    layout: &Layout,
+    maps: &[OwnedMap],
+) -> Result<Borrowed, Unfit> {
+    let began = Instant::now();
+    if let Err(error) = tracer.seize(thread).and_then(|()| tracer.interrupt(thread)) {
+        return Err(match error.raw_os_error() {
+            Some(libc::EPERM) => Unfit::Lasting(EntryError::Refused(
+                "this user may not trace it, or another process does (see ptrace(2), pagefold doctor)".into(),
+            )),
+            _ => Unfit::Passing("a thread ended"),
+        });
+    }
+    loop {
+        match tracer.poll(thread) {
+            Ok(Some((_, Report::Stopped { signal: 0, group: false }))) => break,
+            Ok(Some((_, Report::Stopped { signal, group }))) => {
+                let _ = tracer.detach(thread, signal);
+                return Err(Unfit::Passing(if group { "it is stopped" } else { "signals come all the time" }));
+            }
+            Ok(Some((_, Report::Ended))) | Err(_) => return Err(Unfit::Passing("a thread ended")),
+            // Still traced; that ends with this thread.
+            Ok(None) if began.elapsed() > STOP_PATIENCE => return Err(Unfit::Passing("a thread does not stand still")),
+            Ok(None) => thread::yield_now(),
+        }
+    }
+    let sent = send_to_instructions(tracer, pid, thread, agent, layout, maps);
+    let detached = tracer.detach(thread, 0);
+    let code = sent?;
+    match detached {
+        Ok(()) => Ok(Borrowed { code, still: began.elapsed() }),
+        // Killed while it stood still.
+        Err(_) => Err(Unfit::Lasting(EntryError::Gone)),
+    }
+}
+
+/// Writes the instructions and sets the registers of `thread`, which stands still; nothing is changed on errors.
+fn send_to_instructions(
+    tracer: &Tracer,
+    pid: i32,
+    thread: i32,
+    agent: &Image,
+    layout: &Layout,
+    maps: &[OwnedMap],
+) -> Result<u64, Unfit> {
+    let ended = |_| Unfit::Passing("a thread ended");
+    // The number may be another process's by now.
+    if !fs::exists(format!("/proc/{pid}/task/{thread}")).unwrap_or(false) {
+        return Err(Unfit::Lasting(EntryError::Gone));
+    }
+    let registers = tracer.registers(thread).map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOEXEC) => Unfit::Lasting(EntryError::Refused("it is a 32-bit program".into())),
+        _ => Unfit::Passing("a thread ended"),
+    })?;
+    if !is_64_bit(&registers) {
+        return Err(Unfit::Lasting(EntryError::Refused("it is a 32-bit program".into())));
+    }
+    if has_pending_signal(pid, thread) {
+        return Err(Unfit::Passing("signals come all the time"));
+    }
+    // Opened now: the program may have become another one since its mappings were read.
+    let memory = Memory::open(pid).map_err(|error| Unfit::Lasting(step("opening its memory")(error)))?;
+    if is_in_restartable_sequence(thread, &memory, &registers) {
+        return Err(Unfit::Passing("its threads are in restartable sequences all the time"));
+    }
+    let at = memory::unused_code(&memory, maps, borrow::len()).ok_or_else(|| {
+        Unfit::Lasting(EntryError::Refused(
+            "its code has no room for the instructions of an entry (it has no vdso)".into(),
+        ))
+    })?;
+    let words = words(agent, layout, &registers, tracer.signal_mask(thread).map_err(ended)?);
+    let written = memory.write(at, &borrow::code(&words));
+    written.map_err(|error| Unfit::Lasting(step("writing to its memory (proc_mem.force_override?)")(error)))?;
+    if let Err(error) = tracer.set_registers(thread, &at_instructions(&registers, at)) {
+        let _ = memory.write(at, &vec![0; borrow::len()]);
+        return Err(ended(error));
+    }
+    Ok(at)
+}
+
+#[cfg(target_arch = "x86_64")]
+fn is_64_bit(registers: &Registers) -> bool {
+    registers.cs == 0x33
+}
+
+#[cfg(target_arch = "x86_64")]
+fn at_instructions(registers: &Registers, at: u64) -> Registers {
+    // No system call: the kernel would restart it, with the instructions' registers.
+    Registers { rip: at, orig_rax: u64::MAX, ..*registers }
+}
+
+/// What the instructions need, with the registers as the thread is to have them when it goes on.
+#[cfg(target_arch = "x86_64")]
+fn words(agent: &Image, layout: &Layout, registers: &Registers, mask: u64) -> Words {
+    // What the kernel does when a thread goes on that was stopped in a call: it makes the call again. Numbers of the kernel's own.
+    const RESTART: [i64; 3] = [-512, -513, -514];
+    const RESTART_BLOCK: i64 = -516;
+    const SYSCALL_LEN: u64 = 2;
+    let in_call = registers.orig_rax as i64 >= 0;
+    let (rax, rip) = match registers.rax as i64 {
+        result if in_call && RESTART.contains(&result) => (registers.orig_rax, registers.rip - SYSCALL_LEN),
+        RESTART_BLOCK if in_call => (libc::SYS_restart_syscall as u64, registers.rip - SYSCALL_LEN),
+        _ => (registers.rax, registers.rip),
+    };
+    Words {
+        all_signals: u64::MAX,
+        mask,
+        base: layout.range.start,
+        len: layout.range.len(),
+        data: layout.range.start + agent.code_len,
+        data_len: layout.range.len() - agent.code_len,
+        stack: layout.range.end,
+        page: layout.page,
+        begin: layout.range.start + agent.begin,
+        sleep_s: 0,
+        sleep_ns: 1_000_000,
+        flags: registers.eflags,
+        rsp: registers.rsp,
+        rax,
+        rdi: registers.rdi,
+        rsi: registers.rsi,
+        rdx: registers.rdx,
+        r10: registers.r10,
+        r8: registers.r8,
+        r9: registers.r9,
+        rcx: registers.rcx,
+        r11: registers.r11,
+        rip,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn is_64_bit(_: &Registers) -> bool {
+    false
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn at_instructions(registers: &Registers, _: u64) -> Registers {
+    *registers
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn words(_: &Image, _: &Layout, _: &Registers, mask: u64) -> Words {
+    Words { mask, ..Words::default() }
+}
+
+/// True if a signal is on its way to `thread`: a call that it interrupts must return, which a borrowed thread's would not.
+fn has_pending_signal(pid: i32, thread: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
+    let set = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        u64::from_str_radix(line.unwrap_or_default().trim(), 16).unwrap_or(0)
+    };
+    (set("SigPnd") | set("ShdPnd")) & !set("SigBlk") != 0
+}
+
+/// True if `thread` stands within a restartable sequence: the kernel would abort that, had it not been sent elsewhere.
+#[cfg(target_arch = "x86_64")]
+fn is_in_restartable_sequence(thread: i32, memory: &Memory, registers: &Registers) -> bool {
+    const GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
+    let mut configuration = [0u64; 3];
+    // SAFETY: the kernel writes at most as many bytes as it is told.
+    let got = unsafe {
+        let len = size_of_val(&configuration);
+        libc::ptrace(GET_RSEQ_CONFIGURATION as _, thread, len, (&raw mut configuration).cast::<libc::c_void>())
+    };
+    if got <= 0 || configuration[0] == 0 {
+        return false;
+    }
+    let word = |at: u64| {
+        let mut bytes = [0; 8];
+        memory.read(at, &mut bytes).ok().map(|()| u64::from_ne_bytes(bytes))
+    };
+    // The descriptor's address stands behind two numbers of a processor; in it, start and length behind version and flags.
+    let Some(descriptor) = word(configuration[0] + 8).filter(|at| *at != 0) else { return false };
+    match (word(descriptor + 8), word(descriptor + 16)) {
+        (Some(start), Some(len)) => (start..start.saturating_add(len)).contains(&registers.rip),
+        _ => true,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn is_in_restartable_sequence(_: i32, _: &Memory, _: &Registers) -> bool {
+    true
+}
+
+/// Waits until `done` says something, for as long as a step may take.
+fn wait_until<T>(mut done: impl FnMut() -> Option<T>) -> Option<T> {
+    let began = Instant::now();
+    loop {
+        if let Some(what) = done() {
+            return Some(what);
+        }
+        if began.elapsed() > PATIENCE {
+            return None;
+        }
+        thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// Writes the agent's code, has its first thread begin, and takes the sockets.
+fn begin(
+    pid: i32,
+    agent: &Image,
+    settings: &Settings<'_>,
+    layout: &Layout,
+    borrowed: &Borrowed,
+    memory: &Memory,
+) -> Result<(Fd, Fd), EntryError> {
+    let word = |at: usize| memory.word(layout.page + at as u64);
+    let late = |what: &str| EntryError::Busy(what.into());
+    // A program without room for a mapping or a thread goes on without either.
+    let thread = wait_until(|| {
+        let thread = word(offset_of!(EntryPage, thread)).unwrap_or(0);
+        let left = word(offset_of!(EntryPage, left)).unwrap_or(0);
+        (left != 0).then_some(thread as i32)
+    });
+    let thread = thread.filter(|thread| *thread > 0).ok_or_else(|| {
+        late("the thread did not get to map memory and start another (limits of memory, address space or threads?)")
+    })?;
+    let writing = step("writing the agent");
+    memory.write(layout.range.start, &agent.at(layout.range.start)).map_err(&writing)?;
+    let put = |at: usize, bytes: &[u8]| memory.write(layout.page + at as u64, bytes).map_err(&writing);
+    let both = |words: [u64; 2]| words.map(u64::to_ne_bytes).concat();
+    put(offset_of!(EntryPage, socket_len), &(settings.socket.len() as u32).to_ne_bytes())?;
+    put(offset_of!(EntryPage, image), &both([layout.range.start, layout.range.len()]))?;
+    put(offset_of!(EntryPage, stack), &both([layout.stack, layout.range.end]))?;
+    put(offset_of!(EntryPage, leave_at), &borrow::leave_at(borrowed.code).to_ne_bytes())?;
+    put(offset_of!(EntryPage, domain), settings.domain.as_bytes())?;
+    put(offset_of!(EntryPage, socket), settings.socket)?;
+    put(offset_of!(EntryPage, order), &order::BEGIN.to_ne_bytes())?;
+    let opened = wait_until(|| word(offset_of!(EntryPage, stage)).ok().filter(|stage| *stage != 0));
+    if opened != Some(stage::OPEN) {
+        let errno = word(offset_of!(EntryPage, error)).unwrap_or(0) as i32;
+        return Err(EntryError::System {
+            step: "the agent could not begin",
+            error: io::Error::from_raw_os_error(errno),
+        });
+    }
+    let taking = step("taking the agent's sockets (Linux 6.9 or newer)");
+    // The number that the kernel wrote is that of the program's own namespace of processes.
+    let own = own_thread(pid).unwrap_or(thread);
+    let sockets = [0, 4].map(|at| {
+        let fd = word(offset_of!(EntryPage, sockets) + at)?;
+        take_descriptor(own, fd as i32)
+    });
+    let [requests, children] = sockets;
+    let (requests, children) = (requests.map_err(&taking)?, children.map_err(&taking)?);
+    put(offset_of!(EntryPage, order), &order::TAKEN.to_ne_bytes())?;
+    Ok((requests, children))
+}
+
+/// The agent's first thread, by its name.
+fn own_thread(pid: i32) -> Option<i32> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+    tasks.flatten().find_map(|task| {
+        let comm = fs::read(task.path().join("comm")).ok()?;
+        comm.starts_with(OWN_THREADS.as_bytes()).then(|| task.file_name().to_str()?.parse().ok())?
+    })
+}
+
+/// A copy of descriptor `fd` of `thread`, which has descriptors of its own.
+fn take_descriptor(thread: i32, fd: i32) -> io::Result<Fd> {
+    const PIDFD_THREAD: i32 = libc::O_EXCL;
+    // SAFETY: the call takes numbers.
+    let pidfd = unsafe { syscall!(libc::SYS_pidfd_open, thread, PIDFD_THREAD) }?;
+    // SAFETY: just made, ours.
+    let pidfd = unsafe { Fd::from_raw(pidfd as i32) };
+    // SAFETY: the call takes numbers.
+    let taken = unsafe { syscall!(libc::SYS_pidfd_getfd, pidfd.raw(), fd, 0) }?;
+    // SAFETY: just made, ours.
+    Ok(unsafe { Fd::from_raw(taken as i32) })
+}
+
+/// Waits until the agent's thread has ended and `image` is unmapped; false if that does not happen in time.
+fn wait_for_end(pid: i32, image: Range) -> bool {
+    wait_until(|| {
+        let is_there = own_thread(pid).is_some();
+        let is_mapped = memory::maps(pid).is_ok_and(|maps| maps.iter().any(|map| map.range.overlaps(&image)));
+        (!is_there && !is_mapped).then_some(())
+    })
+    .is_some()
+}
+
+/// Takes the instructions out of the program again, at a moment at which no thread executes them.
+fn clear(pid: i32, code: u64) -> Result<(), EntryError> {
+    let cleared = with_stopped(pid, |stopped| {
+        let executes = |thread| {
+            stopped.tracer().registers(thread).is_ok_and(|registers| borrow::range(code).overlaps(&at_of(&registers)))
+        };
+        if stopped.still().any(executes) {
+            return Err(io::Error::from_raw_os_error(libc::EBUSY));
+        }
+        Memory::open(pid)?.write(code, &vec![0; borrow::len()])
+    });
+    match cleared {
+        Ok(done) => done.map_err(step("clearing the instructions of the entry")),
+        Err(error) => Err(EntryError::Busy(error.to_string())),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn at_of(registers: &Registers) -> Range {
+    Range { start: registers.rip, end: registers.rip + 1 }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn at_of(_: &Registers) -> Range {
+    Range { start: 0, end: 0 }
+}
+
+/// Has the agent leave, and takes out of the program what its entry has left. No page may be merged any more.
+///
+/// # Errors
+/// [`EntryError::Busy`] if the agent does not end in time; [`EntryError::Gone`] if the program has ended.
+pub fn leave(traces: &Traces) -> Result<(), EntryError> {
+    if procfs::start_time(traces.pid) != Some(traces.started) {
+        return Err(EntryError::Gone);
+    }
+    let memory = Memory::open(traces.pid).map_err(step("opening its memory"))?;
+    let order = traces.page() + offset_of!(EntryPage, order) as u64;
+    memory.write(order, &order::LEAVE.to_ne_bytes()).map_err(step("telling the agent to leave"))?;
+    if !wait_for_end(traces.pid, traces.image) {
+        return Err(EntryError::Busy("the agent has not ended".into()));
+    }
+    let mut last = Ok(());
+    for _ in 0..TRIES {
+        last = clear(traces.pid, traces.code);
+        if !matches!(last, Err(EntryError::Busy(_))) {
+            break;
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    last
+}

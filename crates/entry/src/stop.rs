@@ -1,0 +1,276 @@
+//! All threads of a program stand still for the length of a closure, so that a mapping can be checked and replaced as one step.
+//!
+//! A thread that sleeps in the kernel and cannot be stopped there, for a disk say, counts as still if the call in which it
+//! sleeps changes no mappings: before it runs code of the program's again it stops. Any other thread that does not stop in time makes
+//! the stop fail, and the program goes on.
+//!
+//! The closure runs on a thread of its own, the tracer. When that ends, the kernel lets go of whatever is still traced.
+
+use crate::trace::{Report, Tracer};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+use std::{fs, io, thread};
+
+/// How long threads may take until they stand still.
+pub const PATIENCE: Duration = Duration::from_millis(20);
+/// After this time a thread that does not stand still is looked at.
+const LOOK_AFTER: Duration = Duration::from_micros(300);
+/// Names of the agent's own threads begin with this; they go on.
+pub const OWN_THREADS: &str = "pagefold-";
+
+/// Why a program could not be stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum StopError {
+    /// A thread did not stand still in time.
+    #[error("thread {0} did not stop in time")]
+    Late(i32),
+    /// A thread may not be traced.
+    #[error("thread {thread} cannot be traced: {error}")]
+    Refused {
+        /// The thread.
+        thread: i32,
+        /// The kernel's reason.
+        error: io::Error,
+    },
+    /// The program is stopped by a signal: its threads would stay so.
+    #[error("it is stopped (SIGSTOP or a debugger)")]
+    Group,
+    /// The program has ended.
+    #[error("it has ended")]
+    Ended,
+}
+
+/// A program that stands still.
+#[derive(Debug)]
+pub struct Stopped {
+    tracer: Tracer,
+    pid: i32,
+    threads: BTreeMap<i32, State>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Asked to stand still.
+    Asked,
+    /// Stands still, before it handles this signal.
+    Still(i32),
+    /// Asleep in a call that changes no mappings.
+    Asleep,
+    Ended,
+}
+
+/// Runs `act` while all threads of process `pid` stand still but the agent's own.
+///
+/// # Errors
+/// [`StopError`]; the program goes on then, and `act` did not run.
+pub fn with_stopped<T: Send>(pid: i32, act: impl FnOnce(&Stopped) -> T + Send) -> Result<T, StopError> {
+    thread::scope(|scope| {
+        let tracing = thread::Builder::new().name("tracer".into()).stack_size(256 << 10).spawn_scoped(scope, || {
+            let mut stopped = Stopped { tracer: Tracer::default(), pid, threads: BTreeMap::new() };
+            let result = stopped.stop();
+            let done = result.map(|()| act(&stopped));
+            stopped.resume();
+            done
+        });
+        let tracing = tracing.map_err(|error| StopError::Refused { thread: pid, error })?;
+        tracing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+impl Stopped {
+    /// The threads that stand still, and can be read and changed.
+    pub fn still(&self) -> impl Iterator<Item = i32> {
+        self.threads.iter().filter(|(_, state)| matches!(state, State::Still(_))).map(|(thread, _)| *thread)
+    }
+
+    /// The calling thread as their tracer.
+    pub const fn tracer(&self) -> &Tracer {
+        &self.tracer
+    }
+
+    fn stop(&mut self) -> Result<(), StopError> {
+        let began = Instant::now();
+        loop {
+            let any_new = self.ask_new_threads()?;
+            if !any_new && self.threads.values().all(|state| *state != State::Asked) {
+                return if self.threads.values().any(|state| *state != State::Ended) {
+                    Ok(())
+                } else {
+                    Err(StopError::Ended)
+                };
+            }
+            self.wait(began)?;
+        }
+    }
+
+    /// Asks the threads that were not seen before to stand still; false if there is none.
+    fn ask_new_threads(&mut self) -> Result<bool, StopError> {
+        let mut any = false;
+        let Ok(tasks) = fs::read_dir(format!("/proc/{}/task", self.pid)) else { return Err(StopError::Ended) };
+        for task in tasks.flatten() {
+            let Some(thread) = task.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+            if self.threads.contains_key(&thread) || is_own(self.pid, thread) {
+                continue;
+            }
+            any = true;
+            let asked = self.tracer.seize(thread).and_then(|()| self.tracer.interrupt(thread));
+            match asked {
+                Ok(()) => self.threads.insert(thread, State::Asked),
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => self.threads.insert(thread, State::Ended),
+                // A thread that has ended and is not yet reaped cannot be traced either.
+                Err(_) if is_dead(self.pid, thread) => self.threads.insert(thread, State::Ended),
+                Err(error) => return Err(StopError::Refused { thread, error }),
+            };
+        }
+        Ok(any)
+    }
+
+    /// Waits until every thread that was asked stands still, sleeps, or has ended.
+    fn wait(&mut self, began: Instant) -> Result<(), StopError> {
+        let mut looked = began;
+        while self.threads.values().any(|state| *state == State::Asked) {
+            match self.tracer.poll(-1) {
+                Ok(Some((_, Report::Stopped { group: true, .. }))) => return Err(StopError::Group),
+                Ok(Some((thread, Report::Stopped { signal, .. }))) => {
+                    self.threads.insert(thread, State::Still(signal));
+                    continue;
+                }
+                Ok(Some((thread, Report::Ended))) => {
+                    self.threads.insert(thread, State::Ended);
+                    continue;
+                }
+                Ok(None) => {}
+                Err(_) => return Err(StopError::Ended),
+            }
+            if looked.elapsed() > LOOK_AFTER {
+                looked = Instant::now();
+                let late = self.look_at_late();
+                if let Some(late) = late.filter(|_| began.elapsed() > PATIENCE) {
+                    return Err(StopError::Late(late));
+                }
+            }
+            thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// Marks the threads that sleep where they change nothing; returns one that does not.
+    fn look_at_late(&mut self) -> Option<i32> {
+        let mut late = None;
+        for (thread, state) in &mut self.threads {
+            if *state != State::Asked {
+                continue;
+            }
+            if is_dead(self.pid, *thread) {
+                *state = State::Ended;
+            } else if changes_nothing(self.pid, *thread) {
+                *state = State::Asleep;
+            } else {
+                late = Some(*thread);
+            }
+        }
+        late
+    }
+
+    fn resume(&mut self) {
+        for (thread, state) in &self.threads {
+            if let State::Still(signal) = state {
+                let _ = self.tracer.detach(*thread, *signal);
+            }
+        }
+        // A thread that was asked and has not stopped is let go of when this thread ends.
+    }
+}
+
+/// True if `thread` is the agent's. A program that gives its threads such a name harms itself alone.
+fn is_own(pid: i32, thread: i32) -> bool {
+    fs::read(format!("/proc/{pid}/task/{thread}/comm")).is_ok_and(|name| name.starts_with(OWN_THREADS.as_bytes()))
+}
+
+fn state_of(pid: i32, thread: i32) -> Option<u8> {
+    let text = fs::read(format!("/proc/{pid}/task/{thread}/stat")).ok()?;
+    let at = text.iter().rposition(|byte| *byte == b')')?;
+    text.get(at + 2).copied()
+}
+
+fn is_dead(pid: i32, thread: i32) -> bool {
+    state_of(pid, thread).is_none_or(|state| matches!(state, b'Z' | b'X'))
+}
+
+/// True if `thread` sleeps where no signal wakes it, in a call that changes no mappings: it will stop before it makes another.
+fn changes_nothing(pid: i32, thread: i32) -> bool {
+    const CALLS: [libc::c_long; 16] = [
+        libc::SYS_read,
+        libc::SYS_write,
+        libc::SYS_pread64,
+        libc::SYS_pwrite64,
+        libc::SYS_readv,
+        libc::SYS_writev,
+        libc::SYS_preadv,
+        libc::SYS_pwritev,
+        libc::SYS_fsync,
+        libc::SYS_fdatasync,
+        libc::SYS_openat,
+        libc::SYS_close,
+        libc::SYS_newfstatat,
+        libc::SYS_getdents64,
+        libc::SYS_sendmsg,
+        libc::SYS_recvmsg,
+    ];
+    let call = fs::read_to_string(format!("/proc/{pid}/task/{thread}/syscall")).unwrap_or_default();
+    let number = call.split_ascii_whitespace().next().and_then(|number| number.parse::<libc::c_long>().ok());
+    // The state after the call: a thread that is asleep in it was so before, too, or made the same call again.
+    number.is_some_and(|number| CALLS.contains(&number)) && state_of(pid, thread) == Some(b'D')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_program_stands_still_and_goes_on() {
+        let mut child = Command::new("sh").args(["-c", "while :; do :; done"]).stdin(Stdio::null()).spawn().unwrap();
+        let pid = child.id() as i32;
+        let ticks = || {
+            let text = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+            let after = text.rsplit_once(')').unwrap().1;
+            after.split_whitespace().nth(11).unwrap().parse::<u64>().unwrap()
+        };
+        for _ in 0..20 {
+            let moved = with_stopped(pid, |stopped| {
+                assert_eq!(stopped.still().collect::<Vec<_>>(), [pid]);
+                let before = ticks();
+                thread::sleep(Duration::from_millis(30));
+                ticks() - before
+            });
+            assert_eq!(moved.unwrap(), 0, "it ran");
+        }
+        let before = ticks();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while ticks() == before && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(10));
+        }
+        assert_ne!(ticks(), before, "it stands still for ever");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(matches!(with_stopped(pid, |_| ()), Err(StopError::Ended)));
+    }
+
+    #[test]
+    fn a_program_that_is_stopped_stays_so() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = child.id() as i32;
+        // SAFETY: sends a signal to a child of ours.
+        unsafe { libc::kill(pid, libc::SIGSTOP) };
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while state_of(pid, pid) != Some(b'T') && Instant::now() < deadline {
+            thread::yield_now();
+        }
+        assert!(matches!(with_stopped(pid, |_| ()), Err(StopError::Group)));
+        thread::sleep(Duration::from_millis(20));
+        assert_eq!(state_of(pid, pid), Some(b'T'));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}

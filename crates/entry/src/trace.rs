@@ -1,0 +1,120 @@
+//! The calls of ptrace(2) that an entry needs, typed. Each belongs to the thread that made [`Tracer`]: the kernel knows tracers
+//! by thread, and ends the tracing when that thread ends.
+
+use std::io;
+use std::marker::PhantomData;
+use std::ptr;
+
+/// Registers of a thread of the program.
+pub use libc::user_regs_struct as Registers;
+
+/// The calling thread as a tracer.
+#[derive(Debug, Default)]
+pub struct Tracer {
+    /// Not to be sent to another thread.
+    _thread: PhantomData<*const ()>,
+}
+
+/// What a traced thread reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Report {
+    /// It stands still, before it handles this signal; 0 if it was merely interrupted.
+    Stopped {
+        /// To be passed on when it goes on.
+        signal: i32,
+        /// The whole program is stopped, as by SIGSTOP.
+        group: bool,
+    },
+    /// It has ended.
+    Ended,
+}
+
+fn call(request: libc::c_uint, thread: i32, address: usize, data: usize) -> io::Result<i64> {
+    // SAFETY: the requests of this module write only where `data` or `address` points, which their callers own.
+    let result = unsafe { libc::ptrace(request as _, thread, address, data) };
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+impl Tracer {
+    /// Begins to trace `thread`, which goes on running.
+    ///
+    /// # Errors
+    /// `EPERM` if it is another tracer's or this process may not; `ESRCH` if it has ended.
+    pub fn seize(&self, thread: i32) -> io::Result<()> {
+        call(libc::PTRACE_SEIZE, thread, 0, 0).map(drop)
+    }
+
+    /// Asks `thread` to stand still as soon as it is about to run code of the program's.
+    ///
+    /// # Errors
+    /// `ESRCH` if it has ended.
+    pub fn interrupt(&self, thread: i32) -> io::Result<()> {
+        call(libc::PTRACE_INTERRUPT, thread, 0, 0).map(drop)
+    }
+
+    /// What the next traced thread reports, of all (-1) or of `thread`; `None` if there is nothing now.
+    ///
+    /// # Errors
+    /// `ECHILD` if there is no traced thread left.
+    pub fn poll(&self, thread: i32) -> io::Result<Option<(i32, Report)>> {
+        let mut status = 0;
+        // SAFETY: the kernel writes one number.
+        let got = unsafe { libc::waitpid(thread, &mut status, libc::__WALL | libc::__WNOTHREAD | libc::WNOHANG) };
+        match got {
+            0 => Ok(None),
+            -1 => Err(io::Error::last_os_error()),
+            thread if libc::WIFSTOPPED(status) => {
+                let (signal, event) = (libc::WSTOPSIG(status), status >> 16);
+                let group = event == libc::PTRACE_EVENT_STOP && signal != libc::SIGTRAP;
+                let signal = if event == 0 { signal } else { 0 };
+                Ok(Some((thread, Report::Stopped { signal, group })))
+            }
+            thread => Ok(Some((thread, Report::Ended))),
+        }
+    }
+
+    /// The registers of `thread`, which stands still.
+    ///
+    /// # Errors
+    /// `ESRCH` if it does not stand still.
+    pub fn registers(&self, thread: i32) -> io::Result<Registers> {
+        // SAFETY: all-zero is a valid structure of numbers.
+        let mut registers: Registers = unsafe { std::mem::zeroed() };
+        let mut part = libc::iovec { iov_base: (&raw mut registers).cast(), iov_len: size_of::<Registers>() };
+        call(libc::PTRACE_GETREGSET, thread, libc::NT_PRSTATUS as usize, (&raw mut part) as usize)?;
+        if part.iov_len == size_of::<Registers>() {
+            Ok(registers)
+        } else {
+            // A thread in 32-bit mode has fewer.
+            Err(io::Error::from_raw_os_error(libc::ENOEXEC))
+        }
+    }
+
+    /// Sets the registers of `thread`, which stands still.
+    ///
+    /// # Errors
+    /// `ESRCH` if it does not stand still.
+    pub fn set_registers(&self, thread: i32, registers: &Registers) -> io::Result<()> {
+        let mut part =
+            libc::iovec { iov_base: ptr::from_ref(registers).cast_mut().cast(), iov_len: size_of::<Registers>() };
+        call(libc::PTRACE_SETREGSET, thread, libc::NT_PRSTATUS as usize, (&raw mut part) as usize).map(drop)
+    }
+
+    /// The signals that `thread` lets wait, signal 1 in bit 0.
+    ///
+    /// # Errors
+    /// `ESRCH` if it does not stand still.
+    pub fn signal_mask(&self, thread: i32) -> io::Result<u64> {
+        let mut mask = 0u64;
+        call(libc::PTRACE_GETSIGMASK, thread, size_of::<u64>(), (&raw mut mask) as usize)?;
+        Ok(mask)
+    }
+
+    /// Lets `thread`, which stands still, go on untraced, to handle `signal` first unless that is 0.
+    ///
+    /// # Errors
+    /// `ESRCH` if it has ended.
+    pub fn detach(&self, thread: i32, signal: i32) -> io::Result<()> {
+        call(libc::PTRACE_DETACH, thread, 0, signal as usize).map(drop)
+    }
+}
