@@ -20,6 +20,9 @@ use std::time::{Duration, Instant};
 /// The preload agent, built with this tool.
 const AGENT: &[u8] = include_bytes!(env!("PAGEFOLD_AGENT_SO"));
 
+/// The agent for programs that run already, built with this tool.
+pub const ATTACHED_AGENT: &[u8] = include_bytes!(env!("PAGEFOLD_ATTACHED_AGENT_SO"));
+
 /// How long a daemon that was just started may take to listen.
 pub const DAEMON_START_MAX: Duration = Duration::from_secs(30);
 

@@ -203,6 +203,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         on_demand: args.on_demand,
         metrics: args.metrics.0,
         web: args.web.0,
+        attached_agent: daemon_client::ATTACHED_AGENT,
         predict: !args.no_predict,
         cold: cold::Config {
             tier_max_bytes: args.tier_max.0.unwrap_or_else(daemon_client::tier_max_auto),

@@ -46,6 +46,7 @@ const RELATED: &[&[&str]] = &[
     &["status", "top", "verify"],
     &["pause", "resume", "unmerge"],
     &["park", "unpark"],
+    &["attach", "detach"],
     &["doctor", "scan", "demo"],
 ];
 

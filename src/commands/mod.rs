@@ -1,6 +1,7 @@
 //! The commands, one file each. A command takes its parsed arguments and
 //! returns its exit code, or an error whose text names the cause and the cure.
 
+mod attach;
 mod bench;
 mod completions;
 mod control;
@@ -25,6 +26,8 @@ use std::process::ExitCode;
 /// All commands of the tool.
 #[derive(clap::Subcommand)]
 pub enum Command {
+    /// Merge a program that runs already, static or not
+    Attach(attach::Attach),
     /// Measure pagefold beside its peers (from a source tree)
     Bench(bench::Args),
     /// Print the completions for a shell
@@ -36,6 +39,8 @@ pub enum Command {
     /// One process of the demonstration
     #[command(hide = true)]
     DemoClient(demo::ClientArgs),
+    /// Give an attached program private memory, and leave it
+    Detach(attach::Detach),
     /// Serve disk images through one page cache that keeps equal blocks once
     Disk(disk::Args),
     /// Check what works on this machine, and say how to fix what does not
@@ -77,6 +82,8 @@ pub enum Command {
 /// The command's own error; its text is one line.
 pub fn run(command: Command) -> Result<ExitCode, Error> {
     match command {
+        Command::Attach(args) => attach::attach(args),
+        Command::Detach(args) => attach::detach(args),
         Command::Bench(args) => bench::run(args),
         Command::Completions(args) => completions::run(args),
         Command::Daemon(args) => daemon::run(args),

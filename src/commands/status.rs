@@ -218,6 +218,7 @@ fn render(status: &Status, style: Style) -> String {
         }
         out.push('\n');
         out.push_str(&table.render(0));
+        render_attached(&mut out, status);
     }
     render_cold(&mut out, status, style);
     let mut reasons: std::collections::BTreeMap<&str, u64> = std::collections::BTreeMap::new();
@@ -251,6 +252,20 @@ fn render(status: &Status, style: Style) -> String {
         }
     }
     out
+}
+
+/// Which clients ran before they became clients, and what stops cost them.
+fn render_attached(out: &mut String, status: &Status) {
+    for client in status.clients.iter().filter(|client| client.attached) {
+        let _ = writeln!(
+            out,
+            "{} attached; its threads stopped {}, {} in all, at most {}",
+            client.pid,
+            units::show_counted(client.stops, "time", "times"),
+            units::show_duration(Duration::from_nanos(client.stop_ns)),
+            units::show_duration(Duration::from_nanos(client.stop_ns_max)),
+        );
+    }
 }
 
 #[cfg(test)]

@@ -134,6 +134,11 @@ pub fn semantics() -> Option<&'static Path> {
 /// A C program of `tests/programs`: `NAME.c`, or all files of `NAME`. It is built once for each state of its sources, and all
 /// test binaries use the same one. `None` after saying that there is no compiler.
 pub fn c_program(name: &str) -> Option<PathBuf> {
+    c_program_with(name, &[])
+}
+
+/// As [`c_program`], with more options for the compiler.
+pub fn c_program_with(name: &str, options: &[&str]) -> Option<PathBuf> {
     let cc = installed("cc")?;
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs");
     let mut files = vec![sources.join(format!("{name}.c"))];
@@ -142,13 +147,14 @@ pub fn c_program(name: &str) -> Option<PathBuf> {
         files.sort();
     }
     let mut state = DefaultHasher::new();
+    options.hash(&mut state);
     files.iter().for_each(|file| std::fs::read(file).expect("a source").hash(&mut state));
     let builds = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let dir = builds.join(format!("{name}-{:016x}", state.finish()));
     if !dir.exists() {
         let new = tempfile::tempdir_in(builds).expect("a directory");
         let mut command = Command::new(cc);
-        command.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(new.path().join(name));
+        command.args(["-O2", "-Wall", "-Werror", "-pthread"]).args(options).arg("-o").arg(new.path().join(name));
         command.args(files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "c")));
         let done = command.output().expect("cc runs");
         assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));

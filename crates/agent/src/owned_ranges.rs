@@ -36,9 +36,12 @@ pub(crate) enum Owned {
     /// The library's zero-initialized statics.
     #[cfg(feature = "preload")]
     Statics,
+    /// Everything that the entry mapped: code, data and the first stack.
+    #[cfg(feature = "attached")]
+    Image,
 }
 
-const COUNT: usize = 11;
+const COUNT: usize = 12;
 
 /// Bits of a word that count the pages of a range; the number of its first page is above them.
 const PAGES_BITS: u32 = 24;

@@ -10,6 +10,10 @@ use crate::runtime::thread::Thread;
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
+/// The agent entered a program that ran already: it sees no call of the program, and while it replaces mappings the daemon has
+/// stopped the program's threads.
+pub(crate) const ATTACHED: bool = cfg!(feature = "attached");
+
 /// `me` of the agent's thread for the mapping lock, and of the cold tier's; no thread pointer has these values.
 pub(crate) const AGENT: usize = 1;
 pub(crate) const COLD_AGENT: usize = 2;

@@ -26,6 +26,8 @@ pub struct Config {
     pub metrics: Option<String>,
     /// Serve the page here, in the same way.
     pub web: Option<String>,
+    /// The agent for programs that run already, a file in the ELF format.
+    pub attached_agent: &'static [u8],
     /// Predict slots from neighbours.
     pub predict: bool,
     /// How the cold tier works.
@@ -47,6 +49,7 @@ impl Default for Config {
             on_demand: false,
             metrics: None,
             web: None,
+            attached_agent: &[],
             predict: true,
             cold: crate::cold::config::Config::default(),
         }

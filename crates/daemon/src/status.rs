@@ -67,6 +67,14 @@ pub struct Client {
     pub freezes: u64,
     /// Longest freeze, in nanoseconds.
     pub freeze_ns_max: u64,
+    /// It ran already when it became a client.
+    pub attached: bool,
+    /// Times that all threads of an attached client were stopped.
+    pub stops: u64,
+    /// For how long in all, in nanoseconds.
+    pub stop_ns: u64,
+    /// Longest such stop, in nanoseconds.
+    pub stop_ns_max: u64,
     /// Freezes by duration: entry `i` counts those below [`wait_histogram::bucket_end`](pagefold_protocol::wait_histogram::bucket_end)`(i)`
     /// microseconds that no earlier entry counts, four entries to an octave.
     pub freeze_us: Vec<u64>,

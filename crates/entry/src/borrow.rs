@@ -68,6 +68,9 @@ core::arch::global_asm!(
     ".globl pagefold_borrow_begin, pagefold_borrow_leave, pagefold_borrow_words, pagefold_borrow_end",
     ".hidden pagefold_borrow_begin, pagefold_borrow_leave, pagefold_borrow_words, pagefold_borrow_end",
     "pagefold_borrow_begin:",
+    // A mark by which a later entry knows what an unfinished one left; jumped over.
+    ".byte 0xeb, 14",
+    ".ascii \"pagefold-entry\"",
     // rt_sigprocmask(SIG_SETMASK, all, NULL, 8)
     "mov eax, 14",
     "mov edi, 2",
@@ -187,6 +190,9 @@ unsafe extern "C" {
     static pagefold_borrow_leave: u8;
     static pagefold_borrow_words: u8;
 }
+
+/// The first bytes of the instructions, of whatever version.
+pub const MARK: [u8; 16] = *b"\xeb\x0epagefold-entry";
 
 /// The instructions, without their words; nothing where there are none for this processor.
 fn instructions() -> &'static [u8] {

@@ -178,6 +178,10 @@ pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered
         return Err(EntryError::Refused("the path of the daemon's socket or the domain's name is too long".into()));
     }
     let maps = look(pid)?;
+    let memory = Memory::open(pid).map_err(step("opening its memory"))?;
+    if let Some(left) = memory::unfinished(&memory, &maps, &borrow::MARK) {
+        clear(pid, left)?;
+    }
     let page = PAGE_SIZE as u64;
     let len = agent.len + page + STACK_LEN;
     let range = memory::free_range(&maps, len)
@@ -197,7 +201,7 @@ pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered
         Err(error) => {
             let _ = memory.write(layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
             wait_for_end(pid, range);
-            let _ = clear(pid, borrowed.code);
+            let _ = clear(pid, borrow::range(borrowed.code));
             Err(error)
         }
     }
@@ -222,11 +226,20 @@ struct Borrowed {
 fn borrow_thread(pid: i32, agent: &Image, layout: &Layout, maps: &[OwnedMap]) -> Result<Borrowed, EntryError> {
     let tracer = Tracer::default();
     let mut why = String::from("it has none");
+    // Threads that were asked to stand still and have not: they are traced until this thread ends.
+    let mut late = Vec::new();
     for _ in 0..TRIES {
         for thread in threads_by_calm(pid) {
+            if late.contains(&thread) {
+                continue;
+            }
             match try_thread(&tracer, pid, thread, agent, layout, maps) {
                 Ok(borrowed) => return Ok(borrowed),
                 Err(Unfit::Passing(reason)) => why = reason.into(),
+                Err(Unfit::Late) => {
+                    late.push(thread);
+                    why = "its threads do not stand still".into();
+                }
                 Err(Unfit::Lasting(error)) => return Err(error),
             }
         }
@@ -243,6 +256,8 @@ fn borrow_thread(pid: i32, agent: &Image, layout: &Layout, maps: &[OwnedMap]) ->
 enum Unfit {
     /// At another moment it, or another thread, may do.
     Passing(&'static str),
+    /// It has not stood still in time.
+    Late,
     /// No thread will.
     Lasting(EntryError),
 }
@@ -258,9 +273,8 @@ fn threads_by_calm(pid: i32) -> Vec<i32> {
 
 /// How much a stop would disturb `thread`.
 fn unrest(pid: i32, thread: i32) -> u8 {
-    const RESTART: [libc::c_long; 8] = [
+    const RESTART: [libc::c_long; 7] = [
         libc::SYS_futex,
-        libc::SYS_poll,
         libc::SYS_ppoll,
         libc::SYS_read,
         libc::SYS_wait4,
@@ -271,6 +285,8 @@ fn unrest(pid: i32, thread: i32) -> u8 {
     let call = fs::read_to_string(format!("/proc/{pid}/task/{thread}/syscall")).unwrap_or_default();
     match call.split_ascii_whitespace().next() {
         Some("running") => 0,
+        #[cfg(target_arch = "x86_64")]
+        Some(number) if number.parse() == Ok(libc::SYS_poll) => 1,
         Some(number) if number.parse().is_ok_and(|number| RESTART.contains(&number)) => 1,
         _ => 2,
     }
@@ -302,7 +318,7 @@ fn try_thread(
             }
             Ok(Some((_, Report::Ended))) | Err(_) => return Err(Unfit::Passing("a thread ended")),
             // Still traced; that ends with this thread.
-            Ok(None) if began.elapsed() > STOP_PATIENCE => return Err(Unfit::Passing("a thread does not stand still")),
+            Ok(None) if began.elapsed() > STOP_PATIENCE => return Err(Unfit::Late),
             Ok(None) => thread::yield_now(),
         }
     }
@@ -565,17 +581,19 @@ fn wait_for_end(pid: i32, image: Range) -> bool {
 }
 
 /// Takes the instructions out of the program again, at a moment at which no thread executes them.
-fn clear(pid: i32, code: u64) -> Result<(), EntryError> {
+fn clear(pid: i32, code: Range) -> Result<(), EntryError> {
     let cleared = with_stopped(pid, |stopped| {
-        let executes = |thread| {
-            stopped.tracer().registers(thread).is_ok_and(|registers| borrow::range(code).overlaps(&at_of(&registers)))
-        };
+        let executes =
+            |thread| stopped.tracer().registers(thread).is_ok_and(|registers| code.overlaps(&at_of(&registers)));
         if stopped.still().any(executes) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
-        Memory::open(pid)?.write(code, &vec![0; borrow::len()])
+        Memory::open(pid)?.write(code.start, &vec![0; code.len() as usize])
     });
     match cleared {
+        Ok(Err(error)) if error.raw_os_error() == Some(libc::EBUSY) => {
+            Err(EntryError::Busy("an entry that was not finished is under way: it ends by itself within 10 s".into()))
+        }
         Ok(done) => done.map_err(step("clearing the instructions of the entry")),
         Err(error) => Err(EntryError::Busy(error.to_string())),
     }
@@ -607,7 +625,7 @@ pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     }
     let mut last = Ok(());
     for _ in 0..TRIES {
-        last = clear(traces.pid, traces.code);
+        last = clear(traces.pid, borrow::range(traces.code));
         if !matches!(last, Err(EntryError::Busy(_))) {
             break;
         }

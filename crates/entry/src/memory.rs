@@ -11,6 +11,9 @@ const GAP: u64 = 64 << 10;
 /// The highest address that is taken: above it lie stack and kernel pages.
 const HIGHEST: u64 = 0x7000_0000_0000;
 
+/// Instructions begin at a multiple of this.
+const ALIGN: u64 = 64;
+
 /// The memory of a process.
 #[derive(Debug)]
 pub struct Memory {
@@ -68,15 +71,30 @@ pub fn free_range(maps: &[OwnedMap], len: u64) -> Option<Range> {
     None
 }
 
+/// Mappings with code that the program executes: the kernel's own page, and those of files.
+fn code_mappings(maps: &[OwnedMap]) -> impl Iterator<Item = &OwnedMap> {
+    let kernels = maps.iter().filter(|map| map.name == "[vdso]");
+    let is_code = |map: &&OwnedMap| map.inode != 0 && !map.shared && map.prot == libc::PROT_READ | libc::PROT_EXEC;
+    kernels.chain(maps.iter().filter(is_code))
+}
+
+/// What an entry that was not finished left in the code of the program: from `mark` to the end of the mapping.
+pub fn unfinished(memory: &Memory, maps: &[OwnedMap], mark: &[u8]) -> Option<Range> {
+    code_mappings(maps).find_map(|map| {
+        let start = map.range.start.max(map.range.end - PAGE_SIZE as u64);
+        let mut bytes = vec![0; (map.range.end - start) as usize];
+        memory.read(start, &mut bytes).ok()?;
+        let at = bytes.chunks(ALIGN as usize).position(|chunk| chunk.starts_with(mark))?;
+        Some(Range { start: start + at as u64 * ALIGN, end: map.range.end })
+    })
+}
+
 /// Where `len` bytes of zeros lie that the program may execute and never does: behind the end of the kernel's own page of code, or
 /// of the code of a file.
 pub fn unused_code(memory: &Memory, maps: &[OwnedMap], len: usize) -> Option<u64> {
-    let kernels = maps.iter().filter(|map| map.name == "[vdso]");
-    let files =
-        maps.iter().filter(|map| map.inode != 0 && !map.shared && map.prot == libc::PROT_READ | libc::PROT_EXEC);
-    kernels.chain(files).find_map(|map| {
+    code_mappings(maps).find_map(|map| {
         // A margin of zeros stays before it: the last instruction may have zeros as its operand.
-        let start = (map.range.end - len as u64) & !63;
+        let start = (map.range.end - len as u64) & !(ALIGN - 1);
         let margin = 64;
         let mut bytes = vec![0; (map.range.end - start) as usize + margin];
         memory.read(start - margin as u64, &mut bytes).ok()?;

@@ -10,7 +10,8 @@ use crate::runtime::thread::yield_now;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::Uffd;
-use pagefold_os::{PAGE_SIZE, Page, Range, syscall};
+use pagefold_os::{PAGE_SIZE, Range, syscall};
+use pagefold_protocol::forked_memory::fill_page;
 
 /// Ranges that are told apart at most: as many as mappings, by default. Costs no memory before it is used.
 const RANGES_MAX: usize = 1 << 16;
@@ -27,8 +28,6 @@ static LEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Odd while the list changes.
 static CHANGES: AtomicUsize = AtomicUsize::new(0);
-
-static ZEROS: Page = [0; PAGE_SIZE];
 
 fn get(index: usize) -> Range {
     let [start, end] = &RANGES[index];
@@ -72,7 +71,7 @@ fn replace(first: usize, behind: usize, with: &[Range]) {
     if new_len > RANGES_MAX {
         // Old bytes where zeros belong would be the other way.
         // SAFETY: ends the process.
-        let _ = unsafe { syscall!(libc::SYS_kill, libc::getpid(), libc::SIGABRT) };
+        let _ = unsafe { syscall!(libc::SYS_kill, syscall!(libc::SYS_getpid).unwrap_or(0), libc::SIGABRT) };
         return;
     }
     if to > behind {
@@ -83,6 +82,18 @@ fn replace(first: usize, behind: usize, with: &[Range]) {
         LEN.store(new_len, Ordering::Release);
     }
     with.iter().enumerate().for_each(|(index, range)| set(first + index, *range));
+}
+
+/// What lay in `from` lies at `to` now; an empty mapping that was left behind reads zero.
+#[cfg(feature = "attached")]
+pub(crate) fn carry(from: Range, to: u64) {
+    let mut rest = from;
+    while let Some(part) = first_in(rest) {
+        rest.start = part.end;
+        let start = to + (part.start - from.start);
+        add(Range { start, end: start + part.len() });
+    }
+    add(from);
 }
 
 /// What `range` shows is right: it was mapped anew.
@@ -149,6 +160,15 @@ pub(crate) fn for_each(maps: &Maps, mut act: impl FnMut(Range)) {
     }
 }
 
+/// Calls `act` with each discarded part of `range`, which changes no more meanwhile.
+pub(crate) fn for_each_in(range: Range, mut act: impl FnMut(Range)) {
+    let mut rest = range;
+    while let Some(void) = first_in(rest) {
+        act(void);
+        rest.start = void.end;
+    }
+}
+
 /// In a forked child: a change that the parent's thread had begun is never finished there.
 #[cfg(feature = "preload")]
 pub(crate) fn after_fork_child() {
@@ -192,16 +212,6 @@ pub(crate) fn fill(hold: &Uffd, range: Range, serve: impl Fn()) {
         } else {
             at += PAGE_SIZE as u64;
         }
-    }
-}
-
-/// Puts zeros into one page if nothing is there, and says why it could not.
-fn fill_page(hold: &Uffd, page: Range) -> Option<Errno> {
-    match hold.zero(page, 0).1 {
-        // Nothing may be there but a mark of write protection, on which only a copy is put.
-        // SAFETY: the kernel reads the page of zeros.
-        Some(Errno(libc::EEXIST)) => unsafe { hold.copy(page.start, ZEROS.as_ptr() as u64, PAGE_SIZE as u64, 0) }.1,
-        other => other,
     }
 }
 

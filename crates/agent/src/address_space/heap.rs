@@ -11,7 +11,7 @@
 
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::maps::pool_mappings;
-use crate::state::{AGENT, SHARED, is_leased};
+use crate::state::{AGENT, ATTACHED, SHARED, is_leased};
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
@@ -75,6 +75,10 @@ impl HeapEnd {
     /// If the heap ends in `range` or right behind it, or its last page is another descriptor's: nothing of it can be
     /// frozen now.
     pub(crate) fn watch_end(&self, range: Range, watch: &Uffd) -> Result<Option<WatchedEnd>> {
+        if ATTACHED {
+            // No thread of the program runs meanwhile.
+            return Ok(None);
+        }
         let (start, furthest) = (START.load(Ordering::Relaxed), FURTHEST.load(Ordering::Relaxed));
         if range.end <= start || range.start >= furthest {
             return Ok(None);

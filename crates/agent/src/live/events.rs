@@ -10,7 +10,7 @@ use crate::address_space::maps::Maps;
 use crate::limits::HUGE_LEN;
 use crate::mapping_lock::MappingLockGuard;
 use crate::owned_ranges::is_in_nursery;
-use crate::state::{AGENT, SHARED};
+use crate::state::{AGENT, ATTACHED, SHARED};
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
@@ -115,6 +115,32 @@ impl Agent {
         discarded_ranges::for_each(maps, |void| discarded_ranges::fill(&self.hold, void, || self.serve_alone()));
     }
 
+    /// Puts zeros where discarded pages are absent, so that the daemon's next look finds pages that are the program's own.
+    #[cfg(feature = "attached")]
+    pub(super) fn fill_what_was_discarded(&self) {
+        discarded_ranges::for_each(&self.maps, |void| self.fill_absent(void));
+    }
+
+    /// Puts zeros where `void`, which was discarded, has no pages.
+    pub(super) fn fill_absent(&self, void: Range) {
+        const ABSENT: pagemap::Query = pagemap::Query {
+            inverted: pagemap::PRESENT,
+            all_of: pagemap::PRESENT,
+            report: pagemap::PRESENT,
+            any_of: 0,
+            flags: 0,
+        };
+        // A discard leaves the mark of write protection, which the kernel reports as swapped out. What is in swap stays.
+        let mut rest = void;
+        while !rest.is_empty() {
+            let mut found = [pagemap::Region::default()];
+            let Ok((1, _)) = pagemap::scan(&self.pagemap, rest, ABSENT, &mut found) else { return };
+            let absent = Range { start: found[0].start, end: found[0].end };
+            discarded_ranges::fill(&self.hold, absent, || self.serve_alone());
+            rest.start = absent.end;
+        }
+    }
+
     /// Answers what waits while there is no daemon.
     pub(crate) fn serve_alone(&self) {
         serve_each(&self.hold, |event| serve_event(&self.hold, &self.maps, None, None, event));
@@ -212,6 +238,15 @@ fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<
             if let Some(counters) = counters {
                 counters.discards.fetch_add(1, Ordering::Relaxed);
             }
+            if ATTACHED {
+                // Nothing is mapped here: by now another thread may have been given the addresses.
+                let _ = maps.pools(range, |part, _| {
+                    discarded_ranges::add(part);
+                    false
+                });
+                let _ = hold.wake(range);
+                return SHARED.changed();
+            }
             // A thread that discards inside an interposed call holds the mapping lock and waits for this answer: the attributes cannot be read then.
             let held = SHARED.mapping_lock.try_lock(AGENT);
             let table = held.as_ref().map(|held| &*SHARED.tables(held).table);
@@ -248,7 +283,15 @@ fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<
             }
             let _ = hold.wake(page);
         }
+        #[cfg(feature = "attached")]
+        uffd::Event::Remap { from, to } => discarded_ranges::carry(from, to),
+        #[cfg(feature = "attached")]
+        uffd::Event::Fork(fd) => {
+            crate::attached::adopt_child(fd, |fill| discarded_ranges::for_each(maps, fill));
+        }
         // Not asked for.
-        uffd::Event::Unmap(_) | uffd::Event::Remap { .. } | uffd::Event::Fork(_) | uffd::Event::Other(_) => {}
+        uffd::Event::Unmap(_) | uffd::Event::Other(_) => {}
+        #[cfg(not(feature = "attached"))]
+        uffd::Event::Remap { .. } | uffd::Event::Fork(_) => {}
     }
 }

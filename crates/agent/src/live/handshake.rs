@@ -13,7 +13,7 @@ use crate::owned_ranges::{self, Owned, hide};
 use crate::runtime::affinity::Affinity;
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
 use crate::runtime::housekeeping::exit_if_alone;
-use crate::state::{AGENT, SHARED, is_leased, read_settings};
+use crate::state::{AGENT, ATTACHED, SHARED, is_leased, read_settings};
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -30,6 +30,9 @@ pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     let began = sched::monotonic_ns();
     exit_if_alone();
     while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
+        if is_asked_to_leave() {
+            return give_up();
+        }
         let Some(agent) = left else {
             let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
             // SAFETY: the word outlives the call; [`stop`] wakes us.
@@ -71,17 +74,40 @@ fn open_files() -> Result<(Fd, Maps)> {
     Ok((Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?, Maps::open()?))
 }
 
+/// What the entry into a running program left for the first connection.
+#[cfg(feature = "attached")]
+pub(super) use crate::attached::is_asked_to_leave;
+#[cfg(feature = "attached")]
+use crate::attached::{take_hold as given_hold, take_socket as given_socket};
+
+#[cfg(not(feature = "attached"))]
+pub(super) const fn is_asked_to_leave() -> bool {
+    false
+}
+
+#[cfg(not(feature = "attached"))]
+const fn given_socket() -> Option<Fd> {
+    None
+}
+
+#[cfg(not(feature = "attached"))]
+const fn given_hold() -> Option<Uffd> {
+    None
+}
+
 /// Greets the daemon and sets everything up; the socket is the daemon's.
 ///
 /// `left` is what an earlier connection left: its hold is taken over, for merged ranges hang on it.
 pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     let (path, domain) = read_settings();
-    let socket = sock::connect_within(path, ACCEPT_MS)?;
+    let socket = given_socket().map_or_else(|| sock::connect_within(path, ACCEPT_MS), Ok)?;
     let mut hello = Packet::new(Op::Hello);
     hello.a = if SHARED.all.load(Ordering::Relaxed) { message::HELLO_ALL } else { 0 };
     if SHARED.forked.load(Ordering::Relaxed) {
         hello.a |= message::HELLO_FORKED;
     }
+    #[cfg(feature = "attached")]
+    crate::attached::describe_entry(&mut hello);
     let away = is_leased();
     if away {
         hello.a |= message::HELLO_LENT;
@@ -139,7 +165,9 @@ fn set_up(
         | uffd::FEATURE_MISSING_SHMEM
         | uffd::FEATURE_MINOR_SHMEM;
     let watch = Uffd::new(device, WATCH_FEATURES)?;
-    let new = if left.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
+    let make = || given_hold().map_or_else(|| Uffd::new(device, hold_features), Ok);
+    let new = if left.is_none() { Some(make()?) } else { None };
+    let quiet = if ATTACHED { Some(Uffd::new(device, hold_features & !uffd::FEATURE_EVENT_REMOVE)?) } else { None };
     let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
     // What a child shares cannot be moved back.
     hide(&staging);
@@ -155,6 +183,7 @@ fn set_up(
         channel,
         watch,
         hold,
+        quiet,
         heap,
         device: None,
         is_lent: false,
@@ -168,7 +197,7 @@ fn set_up(
         affinity: Affinity::current(),
         cpu_before_ns: sched::thread_cpu_ns(),
     };
-    if is_new {
+    if is_new && !ATTACHED {
         WAKEUP.register(&agent.hold);
     }
     agent.hold_merged(is_new);

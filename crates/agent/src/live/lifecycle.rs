@@ -12,7 +12,7 @@ use super::session::WAKEUP;
 use crate::cold;
 use crate::runtime::affinity;
 use crate::runtime::thread::{begin_thread, exit_thread};
-use crate::state::{ALL_LOCKED, MAY_START, SHARED};
+use crate::state::{ALL_LOCKED, ATTACHED, MAY_START, SHARED};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::raw::Errno;
 #[cfg(feature = "preload")]
@@ -135,12 +135,24 @@ extern "C" fn thread_main() -> ! {
     if !apart {
         exit_thread();
     }
+    run()
+}
+
+/// The agent's thread in a program that it entered; it has its descriptors already.
+#[cfg(feature = "attached")]
+pub(crate) fn entered() -> ! {
+    SHARED.phase.store(1, Ordering::Release);
+    run()
+}
+
+/// Serves daemons, one after the other, until the agent is asked to leave.
+fn run() -> ! {
     // Discards of merged pages must be answered whether there is a daemon or not.
     let mut left: Option<Agent> = None;
     adopt_merged_ranges(&mut left);
     // Most processes that begin are soon another program or gone: those with nothing merged yet need not greet.
     let rests = REST.swap(false, Ordering::AcqRel) || SHARED.all.load(Ordering::Relaxed);
-    if rests && !SHARED.forked.load(Ordering::Relaxed) {
+    if rests && !ATTACHED && !SHARED.forked.load(Ordering::Relaxed) {
         wait_or_leave(left.as_ref(), ALL_START_MS);
     }
     if cold::COLD.load(Ordering::Relaxed) {
@@ -185,6 +197,9 @@ extern "C" fn thread_main() -> ! {
     // And what attributes are owed for that.
     left.iter().for_each(|agent| drop(agent.lock_mappings()));
     drop((left, socket));
+    #[cfg(feature = "attached")]
+    crate::attached::leave();
+    #[cfg(not(feature = "attached"))]
     exit_thread()
 }
 

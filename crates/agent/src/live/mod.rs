@@ -21,6 +21,9 @@ mod unshare;
 
 #[cfg(feature = "preload")]
 pub(crate) use events::{apply_owed, forget_served, wait_served};
+#[cfg(feature = "attached")]
+pub(crate) use lifecycle::entered;
+#[cfg(not(feature = "attached"))]
 pub(crate) use lifecycle::start;
 #[cfg(feature = "preload")]
 pub(crate) use lifecycle::{REST, ask_to_leave_giving_back, stop, stop_giving_back, wait_begun};

@@ -5,7 +5,7 @@
 //! a fault in the program. Between two requests the events of merged memory are answered, with the mapping lock held.
 
 use super::events::serve_events;
-use super::handshake::{WATCH_FEATURES, give_up, watch_staging};
+use super::handshake::{WATCH_FEATURES, give_up, is_asked_to_leave, watch_staging};
 use super::session::{Agent, PAGE, Segment};
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::regions::{Listed, list};
@@ -13,7 +13,7 @@ use crate::cold;
 use crate::live::remap_huge::pieces_of_one;
 use crate::owned_ranges::hide;
 use crate::runtime::housekeeping::housekeep;
-use crate::state::{AGENT, MAY_START, SHARED, is_leased};
+use crate::state::{AGENT, ATTACHED, MAY_START, SHARED, is_leased};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
@@ -28,12 +28,28 @@ use pagefold_protocol::message::{
 /// while something happens, and after [`BUSY_NS`] without anything.
 const PAUSES_MS: [i32; 2] = [100, 500];
 const BUSY_NS: u64 = 3_000_000_000;
+/// How often the mappings of a program are listed anew of which the agent sees no call.
+const LIST_NS: u64 = 5_000_000_000;
+
+#[cfg(feature = "attached")]
+use crate::attached::{CHILDREN_MAX, child_fds, serve_children};
+
+#[cfg(not(feature = "attached"))]
+const CHILDREN_MAX: usize = 0;
+
+#[cfg(not(feature = "attached"))]
+const fn child_fds(_: &mut [libc::pollfd]) -> usize {
+    0
+}
+
+#[cfg(not(feature = "attached"))]
+const fn serve_children() {}
 
 impl Agent {
     /// Answers requests until the daemon is gone or we are asked to leave.
     pub(super) fn serve(&mut self, socket: &Fd) -> Result<()> {
         let mut looked = 0;
-        let (mut busy, mut told) = (0, 0);
+        let (mut busy, mut told, mut listed) = (0, 0, 0);
         loop {
             let looks = housekeep(&mut looked, AGENT, Some(&self.watch));
             if looks && SHARED.all.load(Ordering::Relaxed) && self.rss_watch.has_grown() {
@@ -44,16 +60,24 @@ impl Agent {
                 return Ok(());
             }
             let now = sched::monotonic_ns();
+            if ATTACHED && now - listed > LIST_NS {
+                listed = now;
+                SHARED.changed();
+            }
             let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
-            let mut polls = [
-                libc::pollfd { fd: socket.raw(), events: libc::POLLIN, revents: 0 },
-                libc::pollfd { fd: self.hold.fd().raw(), events: libc::POLLIN, revents: 0 },
-            ];
-            let ready = pagefold_os::fd::poll(&mut polls, pause_ms)?;
+            let mut polls = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2 + CHILDREN_MAX];
+            (polls[0].fd, polls[1].fd) = (socket.raw(), self.hold.fd().raw());
+            let count = 2 + child_fds(&mut polls[2..]);
+            let ready = pagefold_os::fd::poll(&mut polls[..count], pause_ms)?;
+            serve_children();
             let generation = SHARED.generation.load(Ordering::Acquire);
             self.counters().generation.store(generation, Ordering::Release);
             if ready != 0 || generation != told {
                 (busy, told) = (now, generation);
+            }
+            if is_asked_to_leave() {
+                give_up();
+                return Ok(());
             }
             // A lease that ended by itself: the daemon learns it from the next greeting.
             if SHARED.phase.load(Ordering::Acquire) != 1 || self.is_lent && !is_leased() {
@@ -238,6 +262,11 @@ impl Agent {
         // Reading the table needs the mapping lock, reading maps does not; both are short.
         let held = self.lock_mappings();
         let table = SHARED.tables(&held).table;
+        #[cfg(feature = "attached")]
+        if !pool {
+            self.fill_what_was_discarded();
+            crate::address_space::vm_flags::refresh(SHARED.tables(&held).table)?;
+        }
         // Merged and plain memory lie in few ranges together.
         let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };
         list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry))

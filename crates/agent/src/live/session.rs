@@ -11,7 +11,7 @@ use crate::limits::NURSERY_LEN;
 use crate::owned_ranges::{self, Owned};
 use crate::runtime::affinity::Affinity;
 use crate::runtime::wakeup::Wakeup;
-use crate::state::{AGENT, SHARED};
+use crate::state::{AGENT, ATTACHED, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
@@ -40,6 +40,9 @@ pub(crate) struct Agent {
     pub(crate) watch: Uffd,
     /// Holds frozen and merged ranges; tells of discards.
     pub(crate) hold: Uffd,
+    /// Has ranges while they are unshared, where `hold` must not: it would report the agent's own moves to the agent, which waits for
+    /// them. `None` where `hold` reports no moves.
+    pub(super) quiet: Option<Uffd>,
     /// Watches the end of the heap while part of that is frozen.
     pub(crate) heap: HeapEnd,
     /// /dev/userfaultfd, if we have it.
@@ -95,7 +98,8 @@ impl Agent {
     pub(crate) fn keeps_mapping(&self, range: Range) -> bool {
         let held = SHARED.mapping_lock.lock(AGENT);
         let table = SHARED.tables(&held).table;
-        table.keeps_mapping(range) || glibc_arenas::may_end(table, range) || discarded_ranges::overlap(range)
+        let may_change = !ATTACHED && (glibc_arenas::may_end(table, range) || discarded_ranges::overlap(range));
+        table.keeps_mapping(range) || may_change
     }
 
     /// Notes that a bare call has sealed `range`, as the kernel has just told us.
@@ -144,8 +148,13 @@ impl Agent {
             owned_ranges::register(Owned::Nursery, Range { start: base, end: base + NURSERY_LEN });
         }
         // Its pages come by `UFFDIO_COPY` one by one, never as a huge page.
-        self.hold.register(Range { start: base, end: base + NURSERY_LEN }, uffd::MODE_MISSING)?;
+        self.quiet().register(Range { start: base, end: base + NURSERY_LEN }, uffd::MODE_MISSING)?;
         Ok(base)
+    }
+
+    /// The descriptor that has a range while it is unshared.
+    pub(super) fn quiet(&self) -> &Uffd {
+        self.quiet.as_ref().unwrap_or(&self.hold)
     }
 
     pub(crate) const fn counters(&self) -> &Counters {

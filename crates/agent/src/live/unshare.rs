@@ -1,11 +1,13 @@
 //! Private memory in the place of pool mappings: for pages that were written, and for all pages when a program is unmerged.
 
 use crate::address_space::anonymous::watch_anonymous;
+use crate::address_space::discarded_ranges;
 use crate::cold;
 use crate::limits::{MOVE_TRIES, NURSERY_LEN};
 use crate::live::events::HOLD_MODES;
 use crate::live::session::Agent;
 use crate::runtime::thread::yield_now;
+use crate::state::ATTACHED;
 use pagefold_os::fd::Fd;
 use pagefold_os::page::is_zero;
 use pagefold_os::pagemap::{self, Query};
@@ -40,8 +42,27 @@ impl Agent {
         let rights = self.rights_of_pool(range).ok_or(Errno(libc::EINVAL));
         let result = rights.and_then(|rights| self.replace_pool(range, rights));
         self.unwatch_heap(heap, range);
-        let _ = self.hold.wake(range);
+        let _ = self.quiet().wake(range);
         result
+    }
+
+    /// Registers the pool mappings of `range` with the descriptor that has them while they are unshared.
+    fn register_quiet(&self, range: Range) -> Result<(), Errno> {
+        if ATTACHED {
+            // No thread of the program discards meanwhile. What it discarded before is filled: beyond here no page is missing.
+            discarded_ranges::for_each_in(range, |void| self.fill_absent(void));
+            self.hold.unregister(range)?;
+        }
+        // The range has these modes, or fewer where a registration failed before. Asking for fewer would be `EBUSY`.
+        self.quiet().register(range, HOLD_MODES)
+    }
+
+    /// The pool mappings of `range` stay.
+    fn hold_again(&self, range: Range) {
+        if ATTACHED {
+            let _ = self.quiet().unregister(range);
+        }
+        self.hold_pool(range);
     }
 
     /// [`unshare`](Self::unshare) for one pool mapping with `rights`; the caller wakes the threads that wait there.
@@ -50,15 +71,14 @@ impl Agent {
         let frozen_at = sched::monotonic_ns();
         // Where is the kernel's choice: a place chosen here would be unmapped first, and stay so if the move is refused.
         const ASIDE: libc::c_int = libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP;
-        // The range has these modes, or fewer where a registration failed before. Asking for fewer would be `EBUSY`.
-        let moved = self.hold.register(range, HOLD_MODES).and_then(|()| {
+        let moved = self.register_quiet(range).and_then(|()| {
             // SAFETY: the target is free; the source mapping stays in place, empty.
             unsafe { mem::remap(range.start, len, len, ASIDE, 0) }
         });
         let aside = match moved {
             Ok(aside) => aside,
             Err(errno) => {
-                self.hold_pool(range);
+                self.hold_again(range);
                 if errno == Errno(libc::EPERM) {
                     self.note_sealed(range);
                 }
@@ -87,13 +107,16 @@ impl Agent {
                 self.keep_attributes(range, true);
                 let _ = watch_anonymous(&self.watch, range);
                 let _ = self.watch.write_protect(range);
+                if ATTACHED {
+                    discarded_ranges::remove(range);
+                }
                 Ok(())
             }
             Err(errno) => {
                 // One mapping less: their number may be what is at its limit.
                 drop(fresh);
                 self.fault_in(range, aside);
-                self.hold_pool(range);
+                self.hold_again(range);
                 if let Some(at) = in_nursery {
                     empty_nursery(at, len);
                 }
@@ -139,15 +162,15 @@ impl Agent {
         };
         let mut found = [pagemap::Region::default()];
         if matches!(pagemap::scan(&self.pagemap, Range::pages_from(from, 1), own, &mut found), Ok((0, _))) {
-            let _ = self.hold.map_cached(page, uffd::DONTWAKE);
+            let _ = self.quiet().map_cached(page, uffd::DONTWAKE);
             return;
         }
         loop {
             // SAFETY: the old mapping, which no other thread knows.
-            let (_, error) = unsafe { self.hold.copy(to, from, PAGE, uffd::DONTWAKE) };
+            let (_, error) = unsafe { self.quiet().copy(to, from, PAGE, uffd::DONTWAKE) };
             match error {
                 // A discard is under way: its event must be read before anything is copied.
-                Some(Errno(libc::EAGAIN)) => match self.hold.read_event() {
+                Some(Errno(libc::EAGAIN)) => match self.quiet().read_event() {
                     // Threads that wait for this range are woken in the end, when the page is there.
                     Ok(Some(uffd::Event::PageFault { addr, .. })) if (range.start..range.end).contains(&addr) => {}
                     Ok(Some(event)) => self.serve_event(event),
@@ -171,7 +194,7 @@ impl Agent {
         let mut done = 0;
         while done < range.len() {
             // SAFETY: the old mapping lies aside, as long as `range`.
-            let (copied, error) = unsafe { self.hold.copy(at + done, aside + done, range.len() - done, 0) };
+            let (copied, error) = unsafe { self.quiet().copy(at + done, aside + done, range.len() - done, 0) };
             done += copied;
             match error {
                 None => {}

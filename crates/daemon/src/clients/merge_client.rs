@@ -9,6 +9,8 @@
 use crate::clients::agent_time::note_cpu_ns;
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
+use pagefold_entry::enter::Traces;
+use pagefold_entry::stop::{StopError, with_stopped};
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, sched, sock};
@@ -20,6 +22,7 @@ use pagefold_protocol::message::{
 };
 use std::ffi::CString;
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -47,6 +50,10 @@ pub struct Shared {
     pub uid: u32,
     /// Command name.
     pub name: String,
+    /// What the entry left in the program, if it ran before it became a client.
+    pub traces: Option<Traces>,
+    /// How often the threads of an attached program were stopped, for how long in all, and at most, in nanoseconds.
+    pub stops: [AtomicU64; 3],
     channel: Channel,
     /// The most that was known of its agent's processor time.
     cpu_ns: AtomicU64,
@@ -57,7 +64,15 @@ impl Shared {
     #[cfg(test)]
     pub(crate) fn of(pid: i32) -> Shared {
         let channel = Channel::create(c"channel").expect("memory");
-        Shared { pid, uid: 0, name: "test".into(), channel, cpu_ns: AtomicU64::new(0) }
+        Shared {
+            pid,
+            uid: 0,
+            name: "test".into(),
+            traces: None,
+            stops: Default::default(),
+            channel,
+            cpu_ns: AtomicU64::new(0),
+        }
     }
 
     /// Processor time of the agent.
@@ -110,7 +125,15 @@ impl MergeClient {
         Ok(MergeClient {
             socket,
             pagemap,
-            shared: Arc::new(Shared { pid: cred.pid, uid: cred.uid, name, channel, cpu_ns: AtomicU64::new(0) }),
+            shared: Arc::new(Shared {
+                pid: cred.pid,
+                uid: cred.uid,
+                name,
+                traces: traces(cred.pid, hello),
+                stops: Default::default(),
+                channel,
+                cpu_ns: AtomicU64::new(0),
+            }),
             sequence: 0,
             held: Box::new([(NONE, 0); SEGMENTS_HELD]),
             released: 0,
@@ -149,6 +172,45 @@ impl MergeClient {
             return Err(Gone);
         }
         Ok(if answer.status == 0 { Ok(answer.count as usize) } else { Err(pagefold_os::Errno(answer.status)) })
+    }
+
+    /// As [`ask_for`](Self::ask_for), a request that replaces mappings. No call of an attached program is followed, so its threads stand
+    /// still meanwhile; `EBUSY` if that is not to be had now.
+    fn ask_while_stopped(
+        &mut self,
+        op: Op,
+        count: usize,
+        a: u64,
+        fds: &[i32],
+    ) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
+        if self.shared.traces.is_none() {
+            return self.ask_for(op, count, a, 0, fds);
+        }
+        let shared = self.shared.clone();
+        let asked = with_stopped(shared.pid, |_| {
+            let began = sched::monotonic_ns();
+            let answer = self.ask_for(op, count, a, 0, fds);
+            let ns = sched::monotonic_ns() - began;
+            shared.stops[0].fetch_add(1, Ordering::Relaxed);
+            shared.stops[1].fetch_add(ns, Ordering::Relaxed);
+            shared.stops[2].fetch_max(ns, Ordering::Relaxed);
+            answer
+        });
+        match asked {
+            Ok(answer) => answer,
+            Err(StopError::Ended) => Err(Gone),
+            Err(_) => Ok(Err(pagefold_os::Errno(libc::EBUSY))),
+        }
+    }
+
+    /// Reads `runs` of an attached program, whose agent must not wait for a page: it sees no call that takes memory away, and might wait for
+    /// an answer of its own. This way of reading waits for none.
+    fn read_attached(&self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) {
+        let Ok(memory) = fs::File::open(format!("/proc/{}/mem", self.shared.pid)) else { return };
+        let addresses = runs.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE));
+        for ((addr, page), readable) in addresses.zip(out).zip(readable) {
+            *readable = memory.read_exact_at(page, addr).is_ok();
+        }
     }
 
     /// Brings segment `id` again with the next request for it: the agent may not have it. If it has, it is told to forget it
@@ -245,6 +307,13 @@ impl MergeClient {
             flags.is_some_and(|flags| flags & O_DIRECT != 0)
         })
     }
+}
+
+/// What the agent that greets says of the entry by which it came; a lie would have the daemon write into the liar's own memory.
+fn traces(pid: i32, hello: &Packet) -> Option<Traces> {
+    let is_attached = hello.a & message::HELLO_ATTACHED != 0;
+    let image = Range { start: hello.b, end: hello.b.checked_add(hello.count)? };
+    is_attached.then(|| Traces::of(pid, image, hello.sequence)).flatten()
 }
 
 /// True if `target`, an open file, is a device with a driver that may pin pages of the process. Disks show by `O_DIRECT`.
@@ -346,6 +415,10 @@ impl Client for MergeClient {
         if pages > FETCH_PAGES_MAX as u64 || pages as usize > out.len() || runs.len() > LIST_MAX {
             return Ok(());
         }
+        if self.shared.traces.is_some() {
+            self.read_attached(runs, out, readable);
+            return Ok(());
+        }
         if !self.make_room(pages as usize) {
             return Ok(());
         }
@@ -418,7 +491,7 @@ impl Client for MergeClient {
                 self.held[*id as usize % SEGMENTS_HELD] = (*id, *inode);
             }
             let raw: Vec<i32> = fds.iter().map(|fd| fd.raw()).collect();
-            let answer = self.ask_for(Op::Remap, end - at, ids.len() as u64, 0, &raw)?;
+            let answer = self.ask_while_stopped(Op::Remap, end - at, ids.len() as u64, &raw)?;
             if answer.is_err() {
                 ids.iter().for_each(|(id, _)| self.doubt(*id));
             }
@@ -453,7 +526,7 @@ impl Client for MergeClient {
         }
         for batch in ranges.chunks(LIST_MAX / 2) {
             batch.iter().enumerate().for_each(|(index, range)| self.shared.channel.put_request(index, *range));
-            let count = self.ask(Op::Unshare, batch.len(), 0, 0, &[])?;
+            let count = self.ask_while_stopped(Op::Unshare, batch.len(), 0, &[])?.unwrap_or(0);
             out.extend((0..batch.len()).map(|index| index < count && self.shared.channel.answer::<i32>(index) == 0));
         }
         Ok(())

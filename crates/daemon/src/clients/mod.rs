@@ -3,6 +3,7 @@
 pub(crate) mod agent_time;
 pub(crate) mod connection;
 pub(crate) mod domains;
+pub(crate) mod forked_children;
 pub(crate) mod handshake;
 pub(crate) mod merge_client;
 pub(crate) mod refusals;

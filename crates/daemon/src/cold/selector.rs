@@ -16,7 +16,7 @@ pub enum ClientSelector {
 
 impl ClientSelector {
     /// True if the command is about this process.
-    pub(crate) fn has(&self, pid: i32) -> bool {
+    pub fn has(&self, pid: i32) -> bool {
         match self {
             ClientSelector::All => true,
             ClientSelector::Pid(wanted) => pid == *wanted,

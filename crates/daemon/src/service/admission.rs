@@ -20,7 +20,7 @@ const OUT_OF_MEMORY: &str = "the daemon is near the memory limit of its control 
 const TOO_MANY_CONNECTIONS: &str = "it is connected several times already";
 
 /// Answers the first packet of a new connection: an agent's greeting, or a control request.
-pub(crate) fn admit(daemon: &Arc<Daemon>, socket: Fd) {
+pub(crate) fn admit(daemon: &Daemon, socket: Fd) {
     let mut buffer = vec![0; 64 << 10];
     if sock::set_timeout(&socket, FIRST_PACKET_MS).is_err() {
         return;
@@ -37,7 +37,7 @@ pub(crate) fn admit(daemon: &Arc<Daemon>, socket: Fd) {
     }
 }
 
-fn admit_agent(daemon: &Arc<Daemon>, socket: Fd, hello: &Packet, fds: sock::Fds) {
+fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, fds: sock::Fds) {
     let Ok(cred) = sock::peer(&socket) else { return };
     let text: Vec<u8> = hello.text.iter().copied().take_while(|byte| *byte != 0).collect();
     // Lossy decoding could make one name of two, and the clients of a domain trust each other.

@@ -1,6 +1,7 @@
 //! The daemon's state: what all its threads share. The service's other modules act on it by functions of their own.
 
 use crate::clients::domains::LiveClients;
+use crate::clients::forked_children::ForkedChildren;
 use crate::clients::refusals::Refusals;
 use crate::cold::tiers::Tiers;
 use crate::config::Config;
@@ -22,6 +23,8 @@ pub struct Daemon {
     pub(crate) config: Config,
     pub(crate) live: Arc<LiveClients>,
     pub(crate) cold: Tiers,
+    /// What attached programs fork.
+    pub(crate) forked_children: Arc<ForkedChildren>,
     pub(crate) refusals: Refusals,
     /// `/dev/userfaultfd`, which clients without the privilege to open it are handed.
     pub(crate) userfault_device: Option<Fd>,
@@ -47,6 +50,7 @@ impl Daemon {
             live: LiveClients::new(config.clone()),
             cold: Tiers::new(config.cold.clone(), &config.socket),
             config,
+            forked_children: ForkedChildren::new(),
             refusals: Refusals::default(),
             userfault_device: uffd::open_device().ok(),
             started: Instant::now(),

@@ -4,6 +4,7 @@
 //! share (`config`, `domain_key`, `memory_limits`, `status`).
 
 mod admission;
+mod attach;
 pub mod control;
 pub mod daemon;
 pub mod http;

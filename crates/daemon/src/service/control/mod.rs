@@ -15,9 +15,10 @@ const PACKET_BYTES: usize = 32 << 10;
 
 /// Answers the request that consists of `bytes`.
 pub(crate) fn answer(daemon: &Daemon, socket: &Fd, bytes: &[u8]) {
+    let asker = sock::peer(socket).map_or(u32::MAX, |peer| peer.uid);
     let request = serde_json::from_slice(bytes);
     let reply = match &request {
-        Ok(request) => verbs::perform(daemon, request),
+        Ok(request) => verbs::perform(daemon, request, asker),
         Err(error) => Answer::Error { message: format!("the request is no request of this version: {error}") },
     };
     let text = serde_json::to_vec(&reply).unwrap_or_default();

@@ -5,7 +5,7 @@
 
 use crate::cold::selector::ClientSelector;
 use crate::service::daemon::Daemon;
-use crate::service::{park, report, verify};
+use crate::service::{attach, park, report, verify};
 use crate::status::{Status, Verified};
 use serde::{Deserialize, Serialize};
 
@@ -40,6 +40,18 @@ pub enum Request {
         /// The clients.
         clients: ClientSelector,
     },
+    /// Enter a process that runs already, and merge it.
+    Attach {
+        /// Process id.
+        pid: i32,
+        /// Name of the domain.
+        domain: String,
+    },
+    /// Give an attached process private memory, and take the agent out of it.
+    Detach {
+        /// Process id.
+        pid: i32,
+    },
     /// Compare every shared mapping with its slot.
     Verify {},
     /// Stop the daemon; clients keep their merged pages.
@@ -58,6 +70,11 @@ pub enum Answer {
     Done {
         /// Clients.
         count: u64,
+    },
+    /// To `Attach`.
+    Attached {
+        /// For how long one thread of the program stood still, in nanoseconds.
+        still_ns: u64,
     },
     /// To `Unmerge`.
     Unmerged {
@@ -90,13 +107,15 @@ impl Request {
             | Request::Resume { .. }
             | Request::Park { .. }
             | Request::Unpark { .. }
+            | Request::Attach { .. }
+            | Request::Detach { .. }
             | Request::Verify {} => false,
         }
     }
 }
 
-/// Does what `request` asks. The caller stops the daemon after a [`Request::Stop`], when the answer is on its way.
-pub(super) fn perform(daemon: &Daemon, request: &Request) -> Answer {
+/// Does what `request` of user `asker` asks. The caller stops the daemon after a [`Request::Stop`], when the answer is on its way.
+pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer {
     match request {
         Request::Status {} => Answer::Status(Box::new(report::status(daemon))),
         Request::Verify {} => Answer::Verified(verify::verify(daemon)),
@@ -111,6 +130,14 @@ pub(super) fn perform(daemon: &Daemon, request: &Request) -> Answer {
             None => {
                 no_client(clients, "client of the cold tier", "there is no client of the cold tier: nothing is parked")
             }
+        },
+        Request::Attach { pid, domain } => match attach::attach(daemon, *pid, domain, asker) {
+            Ok(still) => Answer::Attached { still_ns: still.as_nanos() as u64 },
+            Err(message) => Answer::Error { message: format!("{pid}: {message}") },
+        },
+        Request::Detach { pid } => match attach::detach(daemon, *pid) {
+            Ok(count) => Answer::Unmerged { count, left: 0 },
+            Err(message) => Answer::Error { message: format!("{pid}: {message}") },
         },
         Request::Unmerge { pid } => unmerge(daemon, *pid),
         Request::Pause { pid } => set_paused(daemon, *pid, true),

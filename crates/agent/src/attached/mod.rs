@@ -1,0 +1,108 @@
+//! The attached form: the agent in a program that runs already, static or not.
+//!
+//! A process that traces one thread of the program for a moment maps this code and starts its first thread
+//! (`crates/entry`). No call of the program is interposed, so the agent relies on two other things: the kernel reports discards,
+//! moves and forks of merged memory by the userfaultfd, and no thread of the program runs while the agent replaces a mapping,
+//! because the daemon stops all of them for the length of that request. What the program said about its memory the kernel tells
+//! ([`vm_flags`](crate::address_space::vm_flags)).
+//!
+//! [`entered`](crate::entered) is where the thread begins; `children` serves forked children until the daemon does; `c_functions` stands
+//! in for the C library.
+
+mod c_functions;
+mod children;
+
+pub(crate) use children::{
+    CHILDREN_MAX, adopt_child, begin as begin_children, fds as child_fds, serve as serve_children,
+};
+
+use crate::owned_ranges::{self, Owned};
+use crate::runtime::thread::exit_thread;
+use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use pagefold_os::fd::Fd;
+use pagefold_os::uffd::Uffd;
+use pagefold_os::{PAGE_SIZE, mem, syscall};
+use pagefold_protocol::entry::{EntryPage, order};
+use pagefold_protocol::message::{HELLO_ATTACHED, Packet};
+
+/// Sockets and userfaultfd that the entry left for the first connection; -1 once they are taken.
+static GIVEN_SOCKET: AtomicI32 = AtomicI32::new(-1);
+static GIVEN_HOLD: AtomicI32 = AtomicI32::new(-1);
+
+fn take(given: &AtomicI32) -> Option<Fd> {
+    let fd = given.swap(-1, Ordering::AcqRel);
+    // SAFETY: the entry put a descriptor of this thread's there, and the swap hands it out once.
+    (fd >= 0).then(|| unsafe { Fd::from_raw(fd) })
+}
+
+/// The connection to the daemon that entered, once.
+pub(crate) fn take_socket() -> Option<Fd> {
+    take(&GIVEN_SOCKET)
+}
+
+/// The userfaultfd that reports forks, which the daemon enabled, once.
+pub(crate) fn take_hold() -> Option<Uffd> {
+    take(&GIVEN_HOLD).map(Uffd::from_fd)
+}
+
+/// The entry page.
+static PAGE: AtomicU64 = AtomicU64::new(0);
+
+fn page() -> Option<&'static EntryPage> {
+    let at = PAGE.load(Ordering::Relaxed);
+    // SAFETY: the page lies in the image, which stays mapped until the agent's last thread leaves.
+    (at != 0).then(|| unsafe { &*(at as *const EntryPage) })
+}
+
+/// True once the daemon has told the agent to leave.
+pub(crate) fn is_asked_to_leave() -> bool {
+    page().is_some_and(|page| page.order.load(Ordering::Acquire) == order::LEAVE)
+}
+
+/// Says in a greeting by which entry the agent came, so that any daemon can take it out again.
+pub(crate) fn describe_entry(hello: &mut Packet) {
+    let image = owned_ranges::range_of(Owned::Image);
+    hello.a |= HELLO_ATTACHED;
+    (hello.b, hello.count, hello.sequence) = (image.start, image.len(), LEAVE_AT.load(Ordering::Relaxed));
+}
+
+/// Code outside of the image that unmaps a range and ends the thread; 0 if there is none.
+static LEAVE_AT: AtomicU64 = AtomicU64::new(0);
+
+/// Ends the agent's thread with all that is mapped for it.
+pub(crate) fn leave() -> ! {
+    let image = owned_ranges::range_of(Owned::Image);
+    // All else was unmapped by its owner, and may be the program's by now. The nursery lies between two inaccessible pages.
+    let nursery = owned_ranges::range_of(Owned::Nursery);
+    if !nursery.is_empty() {
+        let page = PAGE_SIZE as u64;
+        // SAFETY: the range is the agent's, and this is its last thread.
+        let _ = unsafe { mem::unmap(nursery.start - page, nursery.len() + 2 * page) };
+    }
+    // The kernel would clear the word after the page is unmapped, and perhaps mapped anew.
+    // SAFETY: the kernel forgets an address.
+    let _ = unsafe { syscall!(libc::SYS_set_tid_address, 0) };
+    let at = LEAVE_AT.load(Ordering::Relaxed);
+    #[cfg(target_arch = "x86_64")]
+    if at != 0 {
+        // SAFETY: the entering process put code there that makes two calls, munmap(2) of the image and exit(2), and does not return.
+        unsafe {
+            core::arch::asm!("jmp {at}", at = in(reg) at, in("rdi") image.start, in("rsi") image.len(), options(noreturn))
+        }
+    }
+    let _ = at;
+    exit_thread()
+}
+
+/// Remembers the entry page, by which the daemon tells the agent to leave.
+pub(crate) fn keep_page(page: &'static EntryPage) {
+    LEAVE_AT.store(page.leave_at, Ordering::Relaxed);
+    PAGE.store(core::ptr::from_ref(page) as u64, Ordering::Relaxed);
+}
+
+/// Leaves socket and userfaultfd for the first connection.
+pub(crate) fn give(requests: Fd, hold: Uffd) {
+    GIVEN_SOCKET.store(requests.into_raw(), Ordering::Release);
+    GIVEN_HOLD.store(hold.fd().raw(), Ordering::Release);
+    core::mem::forget(hold);
+}

@@ -1,0 +1,99 @@
+//! Where the agent begins in a program that runs already: the first function of its first thread, which opens the sockets, has their
+//! other ends taken and has the userfaultfd enabled (`crates/entry` is the other side).
+
+use crate::attached::{begin_children, give, keep_page};
+use crate::owned_ranges::{self, Owned};
+use crate::runtime::thread::begin_thread;
+use crate::state::SHARED;
+use core::sync::atomic::Ordering;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::uffd::Uffd;
+use pagefold_os::{Range, mem, sock, syscall};
+use pagefold_protocol::entry::{EntryPage, order, stage};
+use pagefold_protocol::handshake::receive;
+use pagefold_protocol::message::{Op, Packet};
+
+/// How long the entering process may take for each of its steps, in milliseconds.
+const STEP_MS: i32 = 10_000;
+
+/// For how long the reason of a failure can be read, in milliseconds.
+const FAILED_MS: i32 = 50;
+
+#[cfg(not(test))]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    // A mistake of ours must not go on: the kernel's abort is clean.
+    loop {
+        // SAFETY: ends the process.
+        let _ = unsafe { syscall!(libc::SYS_kill, syscall!(libc::SYS_getpid).unwrap_or(0), libc::SIGABRT) };
+    }
+}
+
+/// The first function of the agent's first thread. `page` lies in the agent's own memory.
+///
+/// # Safety
+/// `page` is the entry page that the entering process has filled, and stays mapped.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn entered(page: *const EntryPage) -> ! {
+    // SAFETY: the caller's.
+    let page = unsafe { &*page };
+    let [start, len] = page.image;
+    owned_ranges::register(Owned::Image, Range { start, end: start + len });
+    keep_page(page);
+    owned_ranges::register(Owned::Stack, Range { start: page.stack[0], end: page.stack[1] });
+    for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
+        // SAFETY: all of it is the agent's; the advice changes no bytes of this process.
+        let _ = unsafe { mem::advise(start, len, advice) };
+    }
+    if begin_thread(c"pagefold-agent") {
+        match begin(page) {
+            Ok(()) => crate::live::entered(),
+            Err(Errno(errno)) => page.error.store(errno, Ordering::Relaxed),
+        }
+    }
+    page.stage.store(stage::FAILED, Ordering::Release);
+    // The entering process reads why, unless it is what failed.
+    let _ = pagefold_os::fd::poll(&mut [], FAILED_MS);
+    crate::attached::leave()
+}
+
+/// Opens the sockets, has the other ends taken, and has the userfaultfd enabled.
+fn begin(page: &EntryPage) -> Result<()> {
+    let (requests, theirs) = sock::pair()?;
+    let (children, forks) = sock::pair()?;
+    page.sockets[0].store(theirs.raw(), Ordering::Relaxed);
+    page.sockets[1].store(forks.raw(), Ordering::Relaxed);
+    page.stage.store(stage::OPEN, Ordering::Release);
+    for waited_ms in 0.. {
+        match page.order.load(Ordering::Acquire) {
+            order::TAKEN => break,
+            order::GIVE_UP => return Err(Errno(libc::ECANCELED)),
+            _ if waited_ms == STEP_MS => return Err(Errno(libc::ETIMEDOUT)),
+            _ => drop(pagefold_os::fd::poll(&mut [], 1)),
+        }
+    }
+    drop((theirs, forks));
+    sock::set_timeout(&requests, STEP_MS as u64)?;
+    let (_, mut fds) = receive(&requests, Op::Welcome)?;
+    let hold = match Uffd::bare(fds.take(0).as_ref()) {
+        Ok(hold) => hold,
+        Err(errno) => {
+            let refusal = Packet { status: errno.0, ..Packet::new(Op::Ready) };
+            sock::send(&requests, refusal.bytes(), &[])?;
+            return Err(errno);
+        }
+    };
+    sock::send(&requests, Packet::new(Op::Ready).bytes(), &[hold.fd().raw()])?;
+    let (enabled, _) = receive(&requests, Op::Welcome)?;
+    if enabled.status != 0 {
+        return Err(Errno(enabled.status));
+    }
+    let path = page.socket.get(..page.socket_len as usize).ok_or(Errno(libc::EINVAL))?;
+    let domain_len = page.domain.iter().position(|byte| *byte == 0).unwrap_or(page.domain.len());
+    if !SHARED.configure(path, &page.domain[..domain_len], true) {
+        return Err(Errno(libc::EALREADY));
+    }
+    begin_children(children);
+    give(requests, hold);
+    Ok(())
+}

@@ -1,0 +1,124 @@
+//! Attaching to programs that run already, and detaching from them.
+
+use crate::clients::domains::Connected;
+use crate::service::admission;
+use crate::service::daemon::Daemon;
+use pagefold_entry::enter::{self, Entered, Settings};
+use pagefold_entry::image::Image;
+use pagefold_os::fd::Fd;
+use pagefold_os::sync::lock;
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{procfs, sock};
+use pagefold_protocol::message::{Op, Packet};
+use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
+
+/// How long the agent may take for each of its first packets, in milliseconds.
+const ANSWER_MS: u64 = 10_000;
+
+/// What the userfaultfd of merged memory reports: besides discards also moves and forks, of which the agent sees no call.
+const HOLD_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
+    | uffd::FEATURE_WP_ASYNC
+    | uffd::FEATURE_MOVE
+    | uffd::FEATURE_WP_HUGETLBFS_SHMEM
+    | uffd::FEATURE_EVENT_REMOVE
+    | uffd::FEATURE_EVENT_REMAP
+    | uffd::FEATURE_EVENT_FORK
+    | uffd::FEATURE_MISSING_SHMEM
+    | uffd::FEATURE_MINOR_SHMEM;
+
+/// Enters process `pid` and makes it a client in `domain`; returns how long one of its threads stood still.
+///
+/// # Errors
+/// One line: why not, and what to do about it.
+pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, asker: u32) -> Result<Duration, String> {
+    may_ask(pid, asker)?;
+    if lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid) {
+        return Err("it is a client already".into());
+    }
+    let agent = Image::parse(daemon.config.attached_agent).map_err(|error| error.to_string())?;
+    let settings = Settings { socket: daemon.config.socket.as_os_str().as_bytes(), domain };
+    let Entered { requests, children, still } =
+        enter::enter(pid, &agent, &settings).map_err(|error| error.to_string())?;
+    enable(&requests, daemon.userfault_device.as_ref())?;
+    daemon.forked_children.take(children);
+    // Its greeting is on its way.
+    admission::admit(daemon, requests);
+    if lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid) {
+        Ok(still)
+    } else {
+        Err(daemon.refusals.reason(pid).unwrap_or_else(|| "its agent did not greet the daemon".into()))
+    }
+}
+
+/// A user may ask for what that user could trace without the daemon.
+fn may_ask(pid: i32, asker: u32) -> Result<(), String> {
+    use std::os::unix::fs::MetadataExt;
+    // SAFETY: the call takes nothing and cannot fail.
+    let own = unsafe { libc::geteuid() };
+    if asker == 0 || asker == own && own != 0 {
+        return Ok(());
+    }
+    // The kernel gives the directory of a program with other rights than its user's to root.
+    let owner = std::fs::metadata(format!("/proc/{pid}")).map(|meta| meta.uid());
+    match owner {
+        Ok(owner) if owner == asker => Ok(()),
+        Ok(_) => Err("it is another user's".into()),
+        Err(_) => Err("there is no such process".into()),
+    }
+}
+
+/// Has the agent's userfaultfd report forks, which takes a privilege that the program need not have.
+fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
+    let failed = |errno: pagefold_os::Errno| format!("its agent does not answer: {errno}");
+    sock::set_timeout(requests, ANSWER_MS).map_err(failed)?;
+    let fds = [device.map_or(-1, Fd::raw)];
+    let welcome = Packet::new(Op::Welcome);
+    sock::send(requests, welcome.bytes(), &fds[..usize::from(device.is_some())]).map_err(failed)?;
+    let (ready, mut fds) = pagefold_protocol::handshake::receive(requests, Op::Ready).map_err(failed)?;
+    let hold = fds.take(0).map(Uffd::from_fd).filter(Uffd::is_one);
+    let Some(hold) = hold.filter(|_| ready.status == 0) else {
+        return Err(format!(
+            "its kernel refused userfaultfd: {}; see pagefold doctor",
+            pagefold_os::Errno(ready.status)
+        ));
+    };
+    let enabled = hold.enable(HOLD_FEATURES);
+    let status = enabled.err().map_or(0, |errno| errno.0);
+    sock::send(requests, Packet { status, ..welcome }.bytes(), &[]).map_err(failed)?;
+    enabled.map_err(|errno| match errno.0 {
+        libc::EPERM => "forks of it could not be followed: a daemon with CAP_SYS_PTRACE can, as root's has".to_owned(),
+        _ => format!("its kernel refused userfaultfd: {errno}; see pagefold doctor"),
+    })
+}
+
+/// Gives process `pid` private memory again and takes the agent out of it; returns how many pages are private again.
+///
+/// # Errors
+/// One line: why not, and what to do about it.
+pub(crate) fn detach(daemon: &Daemon, pid: i32) -> Result<u64, String> {
+    let traces = |client: &Connected| client.shared.traces.filter(|_| client.shared.pid == pid);
+    let Some(traces) = lock(&daemon.live.connected).iter().find_map(traces) else {
+        let name = procfs::name(pid);
+        return Err(match name {
+            None => "there is no such process".into(),
+            Some(_) if daemon.live.clients_of(Some(pid)).is_empty() => {
+                "it is no client; pagefold status lists them".into()
+            }
+            Some(_) => "it was started as a client, and stays one: pagefold unmerge gives it private memory".into(),
+        });
+    };
+    let (mut count, mut left) = (0, 0);
+    for (domain, id) in daemon.live.clients_of(Some(pid)) {
+        let done = domain.unmerge(id).map_err(|_| "it is gone, or does not answer".to_owned())?;
+        (count, left) = (count + done.pages, left + done.left);
+    }
+    if left > 0 {
+        return Err(format!(
+            "{left} of its pages stay shared, because a device may be reading into them or memory is short; its agent stays: try again"
+        ));
+    }
+    enter::leave(&traces).map_err(|error| error.to_string())?;
+    daemon.live.forget(|client| client.shared.pid == pid);
+    Ok(count)
+}

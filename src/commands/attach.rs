@@ -1,0 +1,184 @@
+//! `pagefold attach` and `detach`: programs that run already become clients, and cease to be.
+
+use super::control::for_each;
+use crate::error::Error;
+use crate::output::print_json;
+use crate::{daemon_client, say, units};
+use pagefold_daemon::cold::ClientSelector;
+use pagefold_daemon::control::{Answer, Request};
+use pagefold_os::procfs;
+use std::ffi::CString;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::process::ExitCode;
+
+/// Merge a program that runs already, static or not
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  sudo pagefold attach 4711
+  sudo pagefold attach $(pidof qemu-system-x86_64)
+  sudo pagefold attach --exe '/usr/bin/qemu-*'
+  sudo pagefold attach --cgroup machine.slice --domain guests
+
+One thread of the program stands still for a moment, starts the agent's thread, and goes on. Later the
+program's threads stand still together whenever pages are merged. The daemon needs CAP_SYS_PTRACE, as
+root's has, to follow the program's forks. pagefold detach undoes it.")]
+pub struct Attach {
+    #[command(flatten)]
+    programs: Programs,
+    /// Name of the domain: programs of one user and one domain may share pages
+    #[arg(long, value_name = "NAME", default_value = "default")]
+    domain: String,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    daemon: daemon_client::DaemonArg,
+}
+
+/// Give an attached program private memory, and leave it
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  sudo pagefold detach 4711
+  sudo pagefold detach --exe '/usr/bin/qemu-*'
+
+Nothing of pagefold is left in the program: no thread, mapping or descriptor.")]
+pub struct Detach {
+    #[command(flatten)]
+    programs: Programs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    daemon: daemon_client::DaemonArg,
+}
+
+#[derive(clap::Args)]
+#[command(group(clap::ArgGroup::new("selected").required(true).multiple(true).args(["pids", "cgroup", "exe", "user"])))]
+struct Programs {
+    /// Process ids
+    #[arg(value_name = "PID", value_parser = units::pid)]
+    pids: Vec<i32>,
+    /// Programs in this cgroup and below it
+    #[arg(long, value_name = "PATH", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    cgroup: Option<String>,
+    /// Programs with an executable file that matches this pattern
+    #[arg(long, value_name = "GLOB", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    exe: Option<String>,
+    /// Programs of this user, by name or number
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    user: Option<String>,
+}
+
+impl Programs {
+    /// The processes that are named, and those that satisfy all patterns.
+    fn find(&self) -> Result<Vec<i32>, Error> {
+        let mut found = self.pids.clone();
+        if self.cgroup.is_none() && self.exe.is_none() && self.user.is_none() {
+            return Ok(found);
+        }
+        let user = self.user.as_deref().map(user_id).transpose()?;
+        let cgroup = self.cgroup.clone().map(ClientSelector::Cgroup);
+        let exe = self.exe.as_deref().map(CString::new).transpose().map_err(|_| "--exe: a pattern has no NUL byte")?;
+        let me = std::process::id() as i32;
+        for entry in fs::read_dir("/proc")?.flatten() {
+            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+            // A thread of the kernel has no executable file.
+            let Ok(file) = fs::read_link(entry.path().join("exe")) else { continue };
+            let is_wanted = pid != me
+                && procfs::name(pid).is_none_or(|name| !name.starts_with("pagefold"))
+                && user.is_none_or(|user| entry.metadata().is_ok_and(|meta| meta.uid() == user))
+                && cgroup.as_ref().is_none_or(|cgroup| cgroup.has(pid))
+                && exe.as_ref().is_none_or(|pattern| matches(pattern, file.as_os_str().as_bytes()));
+            if is_wanted {
+                found.push(pid);
+            }
+        }
+        if found.is_empty() { Err("no program matches".into()) } else { Ok(found) }
+    }
+}
+
+/// True if `path` matches `pattern` as a shell's does.
+fn matches(pattern: &CString, path: &[u8]) -> bool {
+    let Ok(path) = CString::new(path) else { return false };
+    // SAFETY: both are strings that end with a NUL byte.
+    unsafe { libc::fnmatch(pattern.as_ptr(), path.as_ptr(), 0) == 0 }
+}
+
+/// The number of the user `name`.
+fn user_id(name: &str) -> Result<u32, Error> {
+    if let Ok(number) = name.parse() {
+        return Ok(number);
+    }
+    let wanted = CString::new(name).map_err(|_| "--user: a name has no NUL byte")?;
+    // SAFETY: the name ends with a NUL byte, and no other thread of this command asks for users.
+    let entry = unsafe { libc::getpwnam(wanted.as_ptr()) };
+    // SAFETY: the library returns nothing, or an entry of its own that stays until the next question.
+    let id = unsafe { entry.as_ref() }.map(|entry| entry.pw_uid);
+    id.ok_or_else(|| format!("--user: there is no user {name}").into())
+}
+
+/// What `attach --json` prints.
+#[derive(serde::Serialize)]
+struct Attached {
+    clients: u64,
+    /// Longest time for which a thread of a program stood still, in microseconds.
+    still_us_max: u64,
+}
+
+/// What `detach --json` prints.
+#[derive(serde::Serialize)]
+struct Detached {
+    clients: u64,
+    pages: u64,
+}
+
+/// Runs `attach`.
+pub fn attach(args: Attach) -> Result<ExitCode, Error> {
+    let pids = args.programs.find()?;
+    let socket = args.daemon.socket()?;
+    if args.daemon.is_default() {
+        daemon_client::ensure_daemon(&socket, None)?;
+    }
+    let (still, code) = for_each(&pids, |pid| {
+        let request = Request::Attach { pid: *pid, domain: args.domain.clone() };
+        match daemon_client::ask(&socket, &request)? {
+            Answer::Attached { still_ns } => Ok(still_ns),
+            other => Err(format!("the daemon answered {other:?}").into()),
+        }
+    })?;
+    let most_us = still.iter().max().map_or(0, |ns| ns / 1000);
+    if args.json {
+        print_json(&Attached { clients: still.len() as u64, still_us_max: most_us })?;
+    } else {
+        say!(
+            "{} attached; a thread stood still for {most_us} us",
+            units::show_counted(still.len() as u64, "program", "programs")
+        );
+    }
+    Ok(code)
+}
+
+/// Runs `detach`.
+pub fn detach(args: Detach) -> Result<ExitCode, Error> {
+    let pids = args.programs.find()?;
+    let socket = args.daemon.socket()?;
+    let (pages, code) = for_each(&pids, |pid| match daemon_client::ask(&socket, &Request::Detach { pid: *pid })? {
+        Answer::Unmerged { count, .. } => Ok(count),
+        other => Err(format!("the daemon answered {other:?}").into()),
+    })?;
+    let (clients, pages) = (pages.len() as u64, pages.iter().sum());
+    if args.json {
+        print_json(&Detached { clients, pages })?;
+    } else {
+        say!(
+            "{} detached; {} private again",
+            units::show_counted(clients, "program", "programs"),
+            units::show_counted(pages, "page is", "pages are")
+        );
+    }
+    Ok(code)
+}

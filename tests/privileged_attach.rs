@@ -1,0 +1,212 @@
+//! Programs that run already, and are static: they are entered, merged and left again while they work, and nothing is lost.
+
+#![cfg(target_arch = "x86_64")]
+
+mod common;
+
+use common::{Daemon, Random, Reaped, Server, c_program_with, can_merge, is_root, skipped, wait_for};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// Pages of the area that all instances hold.
+const PAGES: u64 = 4096;
+
+/// The compiled program, once; `None` after saying what is missing.
+fn program() -> Option<&'static Path> {
+    static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
+    if !can_merge() {
+        return None;
+    }
+    if !is_root() {
+        skipped("only a daemon with CAP_SYS_PTRACE follows forks of attached programs");
+        return None;
+    }
+    BUILT.get_or_init(|| c_program_with("attached", &["-static"])).as_deref()
+}
+
+/// Starts the program as anybody would, with so many threads beside its first.
+fn start(program: &Path, threads: u32) -> Server {
+    Server::start_as(&threads.to_string(), Command::new("env"), program)
+}
+
+fn attach(daemon: &Daemon, server: &Server) {
+    // On a busy machine no thread may be borrowed in time: the program goes on, and may be asked for again.
+    let mut said = String::new();
+    let done = common::comes(120, || {
+        let output = daemon.tool(&["attach", &server.pid().to_string()]);
+        said = String::from_utf8_lossy(&output.stderr).into_owned();
+        output.status.success() || !said.contains("could be borrowed")
+    });
+    assert!(done && said.is_empty(), "{said}");
+}
+
+fn detach(daemon: &Daemon, server: &Server) {
+    // A page that is pinned at this moment stays shared, and the agent with it.
+    let mut said = String::new();
+    let done = common::comes(60, || {
+        let output = daemon.tool(&["detach", &server.pid().to_string()]);
+        said = String::from_utf8_lossy(&output.stderr).into_owned();
+        output.status.success()
+    });
+    assert!(done, "{said}");
+}
+
+fn shared_pages(daemon: &Daemon, pid: i32) -> u64 {
+    let status = daemon.status();
+    let clients = status["clients"].as_array().cloned().unwrap_or_default();
+    clients
+        .iter()
+        .filter(|client| client["pid"] == pid)
+        .filter_map(|client| client["stats"]["pages_sharing"].as_u64())
+        .sum()
+}
+
+/// What a process shows of itself: threads, descriptors, and mappings that only an agent makes.
+fn shape(pid: i32) -> (usize, usize, Vec<String>) {
+    let count = |what: &str| fs::read_dir(format!("/proc/{pid}/{what}")).map_or(0, Iterator::count);
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let is_agents = |line: &&str| line.contains("pagefold") || line.starts_with("6fff");
+    (count("task"), count("fd"), maps.lines().filter(is_agents).map(str::to_owned).collect())
+}
+
+/// One round of what programs do to their memory; every byte is checked by the program.
+fn work(server: &mut Server, random: &mut Random) {
+    let word = match random.below(5) {
+        0 => format!("discard {}", 1 + random.below(2000)),
+        1 => format!("write {}", 1 + random.below(100)),
+        2 => format!("fork {}", 1 + random.below(3)),
+        3 => format!("move {}", 1 + random.below(20)),
+        _ => "reset 1".to_owned(),
+    };
+    server.check(&word);
+}
+
+#[test]
+fn attached_programs_share_pages_and_keep_every_byte() {
+    let Some(program) = program() else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let mut random = Random::by_clock();
+    let mut servers: Vec<Server> = [0, 3].map(|threads| start(program, threads)).into();
+    let shapes: Vec<_> = servers.iter().map(|server| shape(server.pid())).collect();
+    servers.iter().for_each(|server| attach(&daemon, server));
+    wait_for("both to share their area", 120, || {
+        servers.iter().all(|server| shared_pages(&daemon, server.pid()) >= PAGES * 9 / 10)
+    });
+    daemon.verify();
+    for _ in 0..30 {
+        servers.iter_mut().for_each(|server| work(server, &mut random));
+    }
+    for server in &mut servers {
+        server.check("check 1");
+    }
+    daemon.verify();
+    for (server, before) in servers.iter_mut().zip(shapes) {
+        detach(&daemon, server);
+        assert_eq!(shape(server.pid()), before);
+        for word in ["check 1", "discard 500", "fork 1", "move 5", "check 1"] {
+            server.check(word);
+        }
+    }
+}
+
+#[test]
+fn a_working_program_is_attached_and_left_again_and_again() {
+    let Some(program) = program() else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let mut random = Random::by_clock();
+    let mut servers: Vec<Server> = [4, 1].map(|threads| start(program, threads)).into();
+    let shapes: Vec<_> = servers.iter().map(|server| shape(server.pid())).collect();
+    for round in 0..25 {
+        for server in &servers {
+            attach(&daemon, server);
+        }
+        std::thread::sleep(Duration::from_millis(random.below(600)));
+        for server in &mut servers {
+            work(server, &mut random);
+        }
+        for (server, before) in servers.iter_mut().zip(&shapes) {
+            detach(&daemon, server);
+            assert_eq!(shape(server.pid()), *before, "round {round}");
+            server.check("check 1");
+        }
+    }
+}
+
+/// The daemon is the tracer: whatever step of an entry, merge or leave it is at, the program goes on as if nothing had been.
+#[test]
+fn a_tracer_that_is_killed_at_any_instant_is_not_missed() {
+    let Some(program) = program() else { return };
+    let mut daemon = Daemon::start(&["--no-keeper"]);
+    let mut random = Random::by_clock();
+    let mut server = start(program, 3);
+    let pid = server.pid().to_string();
+    let before = shape(server.pid());
+    for round in 0..40 {
+        let asked = Command::new(common::TOOL)
+            .args(["attach", "--socket"])
+            .arg(&daemon.socket)
+            .arg(&pid)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the tool runs");
+        let mut asked = Reaped(asked);
+        let longest = if round % 2 == 0 { 12_000 } else { 400_000 };
+        std::thread::sleep(Duration::from_micros(random.below(longest)));
+        daemon.replace();
+        let _ = asked.0.wait();
+        work(&mut server, &mut random);
+        server.check("check 1");
+        // An agent that is in the program greets the next daemon; one that was not served leaves by itself.
+        wait_for("the agent to come back or to leave", 60, || {
+            shared_pages(&daemon, server.pid()) > 0
+                || daemon.status()["clients"].as_array().is_some_and(|clients| !clients.is_empty())
+                || shape(server.pid()) == before
+        });
+        if shape(server.pid()) != before {
+            detach(&daemon, &server);
+        }
+        assert_eq!(shape(server.pid()), before, "round {round}");
+    }
+    attach(&daemon, &server);
+    server.check("check 1");
+}
+
+#[test]
+fn what_cannot_be_attached_is_refused_in_one_line() {
+    let Some(program) = program() else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let refused = |pid: i32, reason: &str| {
+        let output = daemon.tool(&["attach", &pid.to_string()]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(reason) && said.lines().count() == 1, "{pid}: {said}");
+    };
+    refused(2, "thread of the kernel");
+    refused(daemon.pid(), "the daemon itself");
+    let mut gone = Command::new("true").spawn().expect("it starts");
+    gone.wait().expect("it ends");
+    refused(gone.id() as i32, "no such process");
+    let server = start(program, 0);
+    attach(&daemon, &server);
+    refused(server.pid(), "client already");
+    let stopped = start(program, 0);
+    // SAFETY: sends a signal to a child of ours.
+    unsafe { libc::kill(stopped.pid(), libc::SIGSTOP) };
+    wait_for("it to stop", 20, || {
+        fs::read_to_string(format!("/proc/{}/stat", stopped.pid())).unwrap().contains(") T ")
+    });
+    refused(stopped.pid(), "stopped");
+    let output = daemon.tool(&["detach", &stopped.pid().to_string()]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no client"));
+    for (arguments, reason) in [
+        (&["attach", "--exe", "/nowhere/*"][..], "no program matches"),
+        (&["attach", "--user", "nobody-of-that-name"], "there is no user"),
+    ] {
+        let output = daemon.tool(arguments);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(reason), "{arguments:?}: {said}");
+    }
+}

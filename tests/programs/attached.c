@@ -1,0 +1,252 @@
+/* A static program that knows nothing of pagefold, and does to its memory whatever programs do: it discards, forks, moves, unmaps and
+ * maps again, by bare calls, in several threads. Each byte has a value that is known; a wrong one ends the program with status 3.
+ *
+ * Commands come by standard input, a line each: WORD COUNT. The answer is a line: "right", and how often memory was mapped anew. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define PAGE 4096ul
+#define PAGES 4096ul
+
+static unsigned char *area;
+/* What page i holds: 0 the bytes that all instances have, DISCARDED zeros, anything else a version of its own. */
+#define DISCARDED UINT32_MAX
+static uint32_t version[PAGES];
+static volatile int churning;
+static volatile unsigned long churned;
+
+static void fail(const char *what, unsigned long page)
+{
+	fprintf(stderr, "attached: %s: page %lu is wrong\n", what, page);
+	_exit(3);
+}
+
+static uint64_t word(uint64_t page, uint64_t version, uint64_t at)
+{
+	uint64_t x = (page + 1) * 0x9e3779b97f4a7c15ull + version * 0xff51afd7ed558ccdull + at;
+	x ^= x >> 29;
+	return x * 0xbf58476d1ce4e5b9ull;
+}
+
+static void fill(unsigned char *at, uint64_t page, uint64_t version)
+{
+	for (unsigned long i = 0; i < PAGE / 8; i++)
+		((volatile uint64_t *)at)[i] = word(page, version, i);
+}
+
+static void compare(const char *what, const unsigned char *at, uint64_t page, uint32_t version)
+{
+	for (unsigned long i = 0; i < PAGE / 8; i++)
+		if (((volatile const uint64_t *)at)[i] != (version == DISCARDED ? 0 : word(page, version, i)))
+			fail(what, page);
+}
+
+static uint64_t seed = 88172645463325252ull;
+static uint64_t below(uint64_t *state, uint64_t limit)
+{
+	*state ^= *state << 13;
+	*state ^= *state >> 7;
+	*state ^= *state << 17;
+	return *state % limit;
+}
+
+static void check(const char *what)
+{
+	for (unsigned long i = 0; i < PAGES; i++)
+		compare(what, area + i * PAGE, i, version[i]);
+}
+
+/* Discards pages, sees zeros at once, and writes some of them anew: often what all instances hold. */
+static void discard(unsigned long count, uint64_t *state, const char *what)
+{
+	while (count--) {
+		unsigned long first = below(state, PAGES), len = 1 + below(state, 16);
+		if (first + len > PAGES)
+			len = PAGES - first;
+		if (madvise(area + first * PAGE, len * PAGE, MADV_DONTNEED))
+			fail("madvise", first);
+		for (unsigned long i = first; i < first + len; i++) {
+			version[i] = DISCARDED;
+			compare(what, area + i * PAGE, i, DISCARDED);
+			if (below(state, 4)) {
+				version[i] = below(state, 3) ? 0 : 1 + below(state, 1000);
+				fill(area + i * PAGE, i, version[i]);
+			}
+		}
+	}
+}
+
+static void writes(unsigned long count)
+{
+	while (count--) {
+		unsigned long i = below(&seed, PAGES);
+		version[i] = 1 + below(&seed, 1000);
+		fill(area + i * PAGE, i, version[i]);
+	}
+}
+
+static void wait_for(pid_t child, const char *what)
+{
+	int status;
+	if (child < 0)
+		fail("fork", 0);
+	while (waitpid(child, &status, 0) < 0)
+		;
+	if (!WIFEXITED(status) || WEXITSTATUS(status))
+		fail(what, status);
+}
+
+/* A child sees what its parent had, and its discards and writes are its own; so does a child of the child. */
+static void forks(unsigned long count)
+{
+	while (count--) {
+		uint64_t state = seed + count * 7919;
+		pid_t child = fork();
+		if (!child) {
+			check("a child");
+			discard(20, &state, "a discard of a child");
+			pid_t second = fork();
+			if (!second) {
+				check("a child of a child");
+				discard(20, &state, "a discard of a child of a child");
+				_exit(0);
+			}
+			wait_for(second, "a child of a child");
+			check("a child after its child");
+			_exit(0);
+		}
+		writes(4);
+		wait_for(child, "a child");
+	}
+	check("after forks");
+}
+
+/* Moves pieces away and back; what is left behind reads zero, what was discarded stays so. Nothing is unmapped by it: the kernel
+ * would give a hole to another thread. */
+static void moves(unsigned long count)
+{
+	const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+	unsigned char *away = mmap(NULL, 64 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	while (count--) {
+		unsigned long first = below(&seed, PAGES - 64), len = 1 + below(&seed, 64);
+		unsigned char *at = area + first * PAGE;
+		/* One mapping at a time, as the kernel wants it: pieces of one page always are. */
+		for (unsigned long i = 0; i < len; i++) {
+			if (mremap(at + i * PAGE, PAGE, PAGE, flags, away + i * PAGE) == MAP_FAILED)
+				fail("mremap", first + i);
+			compare("left behind", at + i * PAGE, first + i, DISCARDED);
+			compare("moved away", away + i * PAGE, first + i, version[first + i]);
+			if (!below(&seed, 8)) {
+				madvise(away + i * PAGE, PAGE, MADV_DONTNEED);
+				version[first + i] = DISCARDED;
+				compare("discarded away", away + i * PAGE, first + i, DISCARDED);
+			}
+			if (mremap(away + i * PAGE, PAGE, PAGE, flags, at + i * PAGE) == MAP_FAILED)
+				fail("mremap back", first + i);
+			compare("left behind away", away + i * PAGE, first + i, DISCARDED);
+			compare("moved back", at + i * PAGE, first + i, version[first + i]);
+		}
+	}
+	munmap(away, 64 * PAGE);
+}
+
+/* Unmaps and maps anew at the same address, as allocators do: the kernel gives the same addresses to another thread. */
+static void *churn(void *number)
+{
+	uint64_t state = (uintptr_t)number * 2654435761u + 1;
+	while (churning) {
+		unsigned long len = 256 + below(&state, 512), v = below(&state, 2) ? 0 : 5 + (uintptr_t)number;
+		unsigned char *at = mmap(NULL, len * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		if (at == MAP_FAILED)
+			fail("mmap", len);
+		for (unsigned long i = 0; i < len; i++)
+			fill(at + i * PAGE, i, v);
+		/* Long enough for some of it to be merged. */
+		if (!below(&state, 4))
+			usleep(100000 + below(&state, 300000));
+		for (unsigned long i = 0; i < len; i++)
+			compare("churn", at + i * PAGE, i, v);
+		if (munmap(at, len * PAGE))
+			fail("munmap", len);
+		churned++;
+	}
+	return NULL;
+}
+
+static void *calls(void *unused)
+{
+	(void)unused;
+	/* A call that a stop interrupts fails with EINTR only where the kernel says so; this one goes on. */
+	while (churning) {
+		struct timespec time = {0, 2000000};
+		if (clock_nanosleep(CLOCK_MONOTONIC, 0, &time, NULL))
+			fail("clock_nanosleep", 0);
+	}
+	return NULL;
+}
+
+/* Says where, and what is mapped there. */
+static void fault(int number, siginfo_t *info, void *context)
+{
+	static char maps[1 << 16];
+	ssize_t got;
+	FILE *file = fopen("/proc/self/maps", "r");
+	fprintf(stderr, "attached: signal %d, code %d, at %p, instruction %#llx\n", number, info->si_code, info->si_addr,
+		(unsigned long long)((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP]);
+	while (file && (got = fread(maps, 1, sizeof maps, file)) > 0)
+		fwrite(maps, 1, got, stderr);
+	_exit(4);
+}
+
+int main(int argc, char **argv)
+{
+	struct sigaction action = {.sa_sigaction = fault, .sa_flags = SA_SIGINFO};
+	sigaction(SIGSEGV, &action, NULL);
+	sigaction(SIGBUS, &action, NULL);
+	int threads = argc > 1 ? atoi(argv[1]) : 0;
+	pthread_t other[16];
+	char line[64], what[32];
+	unsigned long count;
+	area = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	seed += getpid();
+	for (unsigned long i = 0; i < PAGES; i++)
+		fill(area + i * PAGE, i, 0);
+	churning = 1;
+	for (int i = 0; i < threads && i < 15; i++)
+		pthread_create(&other[i], NULL, i == 0 ? calls : churn, (void *)(uintptr_t)i);
+	printf("ready\n");
+	fflush(stdout);
+	while (fgets(line, sizeof line, stdin) && sscanf(line, "%31s %lu", what, &count) == 2) {
+		if (!strcmp(what, "check"))
+			check("check");
+		else if (!strcmp(what, "reset"))
+			for (unsigned long i = 0; i < PAGES; i++) {
+				version[i] = 0;
+				fill(area + i * PAGE, i, 0);
+			}
+		else if (!strcmp(what, "discard"))
+			discard(count, &seed, "a discard");
+		else if (!strcmp(what, "write"))
+			writes(count);
+		else if (!strcmp(what, "fork"))
+			forks(count);
+		else if (!strcmp(what, "move"))
+			moves(count);
+		else
+			return 2;
+		printf("right %lu\n", churned);
+		fflush(stdout);
+	}
+	churning = 0;
+	for (int i = 0; i < threads && i < 15; i++)
+		pthread_join(other[i], NULL);
+	return 0;
+}
