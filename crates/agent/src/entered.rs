@@ -59,6 +59,15 @@ unsafe extern "C" fn entered(page: *const EntryPage) -> ! {
 
 /// Opens the sockets, has the other ends taken, and has the userfaultfd enabled.
 fn begin(page: &EntryPage) -> Result<()> {
+    // What the program unmaps the daemon may still believe to be the program's: no mapping of ours takes its place.
+    let mut random = 0u64;
+    // SAFETY: the kernel fills the 8 bytes.
+    let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
+    mem::keep_apart(random);
+    // SAFETY: the call takes numbers.
+    if unsafe { syscall!(libc::SYS_prctl, libc::PR_GET_DUMPABLE) } != Ok(1) {
+        return Err(Errno(libc::EACCES));
+    }
     let (requests, theirs) = sock::pair()?;
     let (children, forks) = sock::pair()?;
     page.sockets[0].store(theirs.raw(), Ordering::Relaxed);

@@ -292,6 +292,13 @@ fn unrest(pid: i32, thread: i32) -> u8 {
     }
 }
 
+/// True if a thread of this process traces `thread`.
+fn is_traced_by_us(pid: i32, thread: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
+    let tracer = procfs::field(&status, "TracerPid").unwrap_or(0);
+    tracer != 0 && fs::exists(format!("/proc/self/task/{tracer}")).unwrap_or(false)
+}
+
 fn try_thread(
     tracer: &Tracer,
     pid: i32,
@@ -303,6 +310,8 @@ fn try_thread(
     let began = Instant::now();
     if let Err(error) = tracer.seize(thread).and_then(|()| tracer.interrupt(thread)) {
         return Err(match error.raw_os_error() {
+            // A thread of ours that ends has not let go of it yet.
+            Some(libc::EPERM) if is_traced_by_us(pid, thread) => Unfit::Passing("it is stopped at this moment"),
             Some(libc::EPERM) => Unfit::Lasting(EntryError::Refused(
                 "this user may not trace it, or another process does (see ptrace(2), pagefold doctor)".into(),
             )),
@@ -509,11 +518,12 @@ fn begin(
     let late = |what: &str| EntryError::Busy(what.into());
     // A program without room for a mapping or a thread goes on without either.
     let thread = wait_until(|| {
-        let thread = word(offset_of!(EntryPage, thread)).unwrap_or(0);
+        // In this order: the kernel writes the number before the borrowed thread goes back.
         let left = word(offset_of!(EntryPage, left)).unwrap_or(0);
-        (left != 0).then_some(thread as i32)
+        let thread = word(offset_of!(EntryPage, thread)).unwrap_or(0) as i32;
+        (left != 0 && thread > 0).then_some(thread)
     });
-    let thread = thread.filter(|thread| *thread > 0).ok_or_else(|| {
+    let thread = thread.ok_or_else(|| {
         late("the thread did not get to map memory and start another (limits of memory, address space or threads?)")
     })?;
     let writing = step("writing the agent");
@@ -530,6 +540,9 @@ fn begin(
     let opened = wait_until(|| word(offset_of!(EntryPage, stage)).ok().filter(|stage| *stage != 0));
     if opened != Some(stage::OPEN) {
         let errno = word(offset_of!(EntryPage, error)).unwrap_or(0) as i32;
+        if errno == libc::EACCES {
+            return Err(EntryError::Refused("it forbids that others read its memory (PR_SET_DUMPABLE)".into()));
+        }
         return Err(EntryError::System {
             step: "the agent could not begin",
             error: io::Error::from_raw_os_error(errno),
