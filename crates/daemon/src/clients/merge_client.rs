@@ -38,6 +38,8 @@ const ADDRESS_MAX: u64 = 1 << 57;
 const NONE: u32 = u32::MAX;
 /// Inode, in that list, of a segment that the agent may not have got: no file's.
 const UNSURE: u64 = 0;
+/// After so many pages the threads of an attached program go on: stops are about 5 ms long then.
+const STOP_PAGES: u64 = 2048;
 /// Regions of a pagemap scan that one call returns at most.
 const SCAN_REGIONS: usize = 4096;
 
@@ -445,8 +447,13 @@ impl Client for MergeClient {
             let mut fds: Vec<Arc<Fd>> = Vec::new();
             let mut ids: Vec<(u32, u64)> = Vec::new();
             let mut places = std::collections::HashMap::new();
-            let mut end = at;
+            let (mut end, mut pages) = (at, 0);
             while end < pieces.len() {
+                let begins_span = end == 0 || pieces[end].span != pieces[end - 1].span;
+                if self.shared.traces.is_some() && begins_span && pages >= STOP_PAGES {
+                    break;
+                }
+                pages += pieces[end].range.pages();
                 if let Some(slot) = pieces[end].slot {
                     let id = slot.segment();
                     let place = id as usize % SEGMENTS_HELD;
