@@ -180,7 +180,7 @@ pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered
     let maps = look(pid)?;
     let memory = Memory::open(pid).map_err(step("opening its memory"))?;
     if let Some(left) = memory::unfinished(&memory, &maps, &borrow::MARK) {
-        clear(pid, left)?;
+        clear(pid, &memory, left)?;
     }
     let page = PAGE_SIZE as u64;
     let len = agent.len + page + STACK_LEN;
@@ -201,7 +201,7 @@ pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered
         Err(error) => {
             let _ = memory.write(layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
             wait_for_end(pid, range);
-            let _ = clear(pid, borrow::range(borrowed.code));
+            let _ = clear(pid, &memory, borrow::range(borrowed.code));
             Err(error)
         }
     }
@@ -594,14 +594,14 @@ fn wait_for_end(pid: i32, image: Range) -> bool {
 }
 
 /// Takes the instructions out of the program again, at a moment at which no thread executes them.
-fn clear(pid: i32, code: Range) -> Result<(), EntryError> {
+fn clear(pid: i32, memory: &Memory, code: Range) -> Result<(), EntryError> {
     let cleared = with_stopped(pid, |stopped| {
         let executes =
             |thread| stopped.tracer().registers(thread).is_ok_and(|registers| code.overlaps(&at_of(&registers)));
         if stopped.still().any(executes) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
-        Memory::open(pid)?.write(code.start, &vec![0; code.len() as usize])
+        memory.write(code.start, &vec![0; code.len() as usize])
     });
     match cleared {
         Ok(Err(error)) if error.raw_os_error() == Some(libc::EBUSY) => {
@@ -631,6 +631,10 @@ pub fn leave(traces: &Traces) -> Result<(), EntryError> {
         return Err(EntryError::Gone);
     }
     let memory = Memory::open(traces.pid).map_err(step("opening its memory"))?;
+    // Looked at once more: the number may have become another process's until the memory was open.
+    if procfs::start_time(traces.pid) != Some(traces.started) {
+        return Err(EntryError::Gone);
+    }
     let order = traces.page() + offset_of!(EntryPage, order) as u64;
     memory.write(order, &order::LEAVE.to_ne_bytes()).map_err(step("telling the agent to leave"))?;
     if !wait_for_end(traces.pid, traces.image) {
@@ -638,7 +642,7 @@ pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     }
     let mut last = Ok(());
     for _ in 0..TRIES {
-        last = clear(traces.pid, borrow::range(traces.code));
+        last = clear(traces.pid, &memory, borrow::range(traces.code));
         if !matches!(last, Err(EntryError::Busy(_))) {
             break;
         }

@@ -137,6 +137,35 @@ pub fn peer(socket: &Fd) -> Result<libc::ucred> {
     Ok(cred)
 }
 
+/// A descriptor of the process at the other end when it connected, which no other process can come to be.
+///
+/// # Errors
+/// As getsockopt(2) `SO_PEERPIDFD` (Linux 6.5).
+pub fn peer_process(socket: &Fd) -> Result<Fd> {
+    const SO_PEERPIDFD: i32 = 77;
+    let mut fd = -1;
+    let mut len = size_of::<i32>() as u32;
+    // SAFETY: the kernel fills at most `len` bytes, the number of a new descriptor.
+    unsafe {
+        syscall!(
+            libc::SYS_getsockopt,
+            socket.raw(),
+            libc::SOL_SOCKET,
+            SO_PEERPIDFD,
+            core::ptr::from_mut(&mut fd),
+            core::ptr::from_mut(&mut len)
+        )
+    }?;
+    // SAFETY: just made, ours.
+    Ok(unsafe { Fd::from_raw(fd) })
+}
+
+/// True if the process of `pidfd` has ended: its number may be another's by now.
+pub fn has_ended(pidfd: &Fd) -> bool {
+    let mut polls = [libc::pollfd { fd: pidfd.raw(), events: libc::POLLIN, revents: 0 }];
+    crate::fd::poll(&mut polls, 0) != Ok(0)
+}
+
 /// Lets neither sending nor receiving wait longer than `timeout_ms`.
 ///
 /// # Errors

@@ -10,6 +10,7 @@ use crate::clients::agent_time::note_cpu_ns;
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
 use pagefold_entry::enter::Traces;
+use pagefold_entry::memory::Memory;
 use pagefold_entry::stop::{StopError, with_stopped};
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
@@ -22,7 +23,6 @@ use pagefold_protocol::message::{
 };
 use std::ffi::CString;
 use std::fs;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -104,6 +104,8 @@ pub struct MergeClient {
     room: usize,
     /// It came with its plain memory in the cold tier's hands.
     away: bool,
+    /// An attached process, by a descriptor that no other process can come to be, and its memory.
+    attached: Option<(Fd, Memory)>,
 }
 
 impl MergeClient {
@@ -124,6 +126,8 @@ impl MergeClient {
         send_welcome(&socket, &channel, device)?;
         receive_ready(&socket)?;
         let name = pagefold_os::procfs::name(cred.pid).unwrap_or_else(|| "?".into());
+        let traces = traces(cred.pid, hello);
+        let attached = traces.map(|_| memory_of_peer(&socket, cred.pid)).transpose()?;
         Ok(MergeClient {
             socket,
             pagemap,
@@ -131,7 +135,7 @@ impl MergeClient {
                 pid: cred.pid,
                 uid: cred.uid,
                 name,
-                traces: traces(cred.pid, hello),
+                traces,
                 stops: Default::default(),
                 channel,
                 cpu_ns: AtomicU64::new(0),
@@ -142,6 +146,7 @@ impl MergeClient {
             scan: vec![pagemap::Region::default(); SCAN_REGIONS],
             room: 0,
             away: hello.a & message::HELLO_LENT != 0,
+            attached,
         })
     }
 
@@ -189,6 +194,9 @@ impl MergeClient {
             return self.ask_for(op, count, a, 0, fds);
         }
         let shared = self.shared.clone();
+        if self.attached.as_ref().is_none_or(|(process, _)| sock::has_ended(process)) {
+            return Err(Gone);
+        }
         let asked = with_stopped(shared.pid, |_| {
             let began = sched::monotonic_ns();
             let answer = self.ask_for(op, count, a, 0, fds);
@@ -208,10 +216,10 @@ impl MergeClient {
     /// Reads `runs` of an attached program, whose agent must not wait for a page: it sees no call that takes memory away, and might wait for
     /// an answer of its own. This way of reading waits for none.
     fn read_attached(&self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) {
-        let Ok(memory) = fs::File::open(format!("/proc/{}/mem", self.shared.pid)) else { return };
+        let Some((_, memory)) = &self.attached else { return };
         let addresses = runs.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE));
         for ((addr, page), readable) in addresses.zip(out).zip(readable) {
-            *readable = memory.read_exact_at(page, addr).is_ok();
+            *readable = memory.read(addr, page).is_ok();
         }
     }
 
@@ -316,6 +324,14 @@ fn traces(pid: i32, hello: &Packet) -> Option<Traces> {
     let is_attached = hello.a & message::HELLO_ATTACHED != 0;
     let image = Range { start: hello.b, end: hello.b.checked_add(hello.count)? };
     is_attached.then(|| Traces::of(pid, image, hello.sequence)).flatten()
+}
+
+/// The process at the other end, and its memory: opened by a number, which is the process's if it lives still.
+fn memory_of_peer(socket: &Connection, pid: i32) -> Result<(Fd, Memory), GreetError> {
+    let process = sock::peer_process(socket)?;
+    let memory = Memory::open(pid)
+        .map_err(|error| GreetError::System(pagefold_os::Errno(error.raw_os_error().unwrap_or(libc::EIO))))?;
+    if sock::has_ended(&process) { Err(GreetError::HungUp) } else { Ok((process, memory)) }
 }
 
 /// True if `target`, an open file, is a device with a driver that may pin pages of the process. Disks show by `O_DIRECT`.
@@ -605,6 +621,7 @@ mod tests {
                 scan: Vec::new(),
                 room: 0,
                 away: false,
+                attached: None,
             };
             assert_eq!(link.regions(), Err(Gone));
         });
