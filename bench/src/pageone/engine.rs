@@ -195,7 +195,9 @@ impl Running {
     /// Bytes of records: ours, or 64 for each page that KSM looks at and each that it shares.
     pub fn metadata_bytes(&self, pages: u64) -> u64 {
         match self {
-            Running::Ours(..) => self.status().map_or(0, |status| status.totals.metadata_bytes),
+            Running::Ours(..) => {
+                self.status().map_or(0, |status| status.totals.metadata_bytes + status.totals.mapping_bytes)
+            }
             Running::Ksm(..) => pages * 64,
         }
     }
