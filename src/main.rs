@@ -4,6 +4,7 @@
 //! `commands/`; errors end as one line on standard error and a non-zero exit.
 
 mod args;
+mod attach_rules;
 mod commands;
 mod config;
 mod daemon_client;

@@ -175,6 +175,37 @@ fn a_tracer_that_is_killed_at_any_instant_is_not_missed() {
     server.check("check 1");
 }
 
+/// What runs already and what comes later; what an operator detaches stays detached.
+#[test]
+fn a_rule_attaches_what_it_names() {
+    let Some(program) = program() else { return };
+    let dir = tempfile::tempdir().expect("a directory");
+    let own = dir.path().join("ruled");
+    fs::copy(program, &own).expect("a copy");
+    let mut servers = vec![start(&own, 1)];
+    let rule = format!("user=4294967294; exe={}/r*,min=1M,domain=ruled", dir.path().display());
+    let daemon = Daemon::start(&["--no-keeper", "--attach", &rule]);
+    servers.push(start(&own, 0));
+    let other = start(program, 0);
+    wait_for("both to share their area", 120, || {
+        servers.iter().all(|server| shared_pages(&daemon, server.pid()) >= PAGES * 9 / 10)
+    });
+    let status = daemon.status();
+    let clients = status["clients"].as_array().expect("clients");
+    assert!(clients.iter().all(|client| client["domain"] == "ruled" && client["attached"] == true), "{clients:?}");
+    assert!(clients.iter().all(|client| client["pid"] != other.pid()), "no rule names it");
+    detach(&daemon, &servers[0]);
+    let listed = |pid: i32| {
+        let status = daemon.status();
+        status["clients"].as_array().is_some_and(|clients| clients.iter().any(|client| client["pid"] == pid))
+    };
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(!listed(servers[0].pid()) && listed(servers[1].pid()));
+    for server in &mut servers {
+        server.check("check 1");
+    }
+}
+
 #[test]
 fn what_cannot_be_attached_is_refused_in_one_line() {
     let Some(program) = program() else { return };

@@ -3,14 +3,10 @@
 use super::control::for_each;
 use crate::error::Error;
 use crate::output::print_json;
-use crate::{daemon_client, say, units};
-use pagefold_daemon::cold::ClientSelector;
+use crate::{attach_rules, daemon_client, say, units};
+use pagefold_daemon::ProgramFilter;
 use pagefold_daemon::control::{Answer, Request};
-use pagefold_os::procfs;
 use std::ffi::CString;
-use std::fs;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::process::ExitCode;
 
 /// Merge a program that runs already, static or not
@@ -80,45 +76,12 @@ impl Programs {
         if self.cgroup.is_none() && self.exe.is_none() && self.user.is_none() {
             return Ok(found);
         }
-        let user = self.user.as_deref().map(user_id).transpose()?;
-        let cgroup = self.cgroup.clone().map(ClientSelector::Cgroup);
         let exe = self.exe.as_deref().map(CString::new).transpose().map_err(|_| "--exe: a pattern has no NUL byte")?;
-        let me = std::process::id() as i32;
-        for entry in fs::read_dir("/proc")?.flatten() {
-            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-            // A thread of the kernel has no executable file.
-            let Ok(file) = fs::read_link(entry.path().join("exe")) else { continue };
-            let is_wanted = pid != me
-                && procfs::name(pid).is_none_or(|name| !name.starts_with("pagefold"))
-                && user.is_none_or(|user| entry.metadata().is_ok_and(|meta| meta.uid() == user))
-                && cgroup.as_ref().is_none_or(|cgroup| cgroup.has(pid))
-                && exe.as_ref().is_none_or(|pattern| matches(pattern, file.as_os_str().as_bytes()));
-            if is_wanted {
-                found.push(pid);
-            }
-        }
+        let user =
+            self.user.as_deref().map(attach_rules::user_id).transpose().map_err(|error| format!("--user: {error}"))?;
+        found.extend(ProgramFilter { exe, cgroup: self.cgroup.clone(), user, rss_min: 0 }.find());
         if found.is_empty() { Err("no program matches".into()) } else { Ok(found) }
     }
-}
-
-/// True if `path` matches `pattern` as a shell's does.
-fn matches(pattern: &CString, path: &[u8]) -> bool {
-    let Ok(path) = CString::new(path) else { return false };
-    // SAFETY: both are strings that end with a NUL byte.
-    unsafe { libc::fnmatch(pattern.as_ptr(), path.as_ptr(), 0) == 0 }
-}
-
-/// The number of the user `name`.
-fn user_id(name: &str) -> Result<u32, Error> {
-    if let Ok(number) = name.parse() {
-        return Ok(number);
-    }
-    let wanted = CString::new(name).map_err(|_| "--user: a name has no NUL byte")?;
-    // SAFETY: the name ends with a NUL byte, and no other thread of this command asks for users.
-    let entry = unsafe { libc::getpwnam(wanted.as_ptr()) };
-    // SAFETY: the library returns nothing, or an entry of its own that stays until the next question.
-    let id = unsafe { entry.as_ref() }.map(|entry| entry.pw_uid);
-    id.ok_or_else(|| format!("--user: there is no user {name}").into())
 }
 
 /// What `attach --json` prints.

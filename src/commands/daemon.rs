@@ -2,9 +2,9 @@
 
 use crate::error::Error;
 use crate::note;
-use crate::{args, config, daemon_client, units};
+use crate::{args, attach_rules, config, daemon_client, units};
 use pagefold_daemon::http::Place;
-use pagefold_daemon::{Config, Daemon, VMA_BUDGET_MAX, cold};
+use pagefold_daemon::{AttachRule, Config, Daemon, VMA_BUDGET_MAX, cold};
 use pagefold_os::procfs;
 use pagefold_os::wait::Bell;
 use std::path::PathBuf;
@@ -51,6 +51,9 @@ pub struct Args {
     /// Serve a read-only page for browsers at such an address; on loopback every local user can see it
     #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = address)]
     web: Setting<String>,
+    /// Attach programs as they appear: `exe=GLOB,cgroup=PATH,user=NAME,min=SIZE,domain=NAME`, more rules after `;`; or `none`
+    #[arg(long, value_name = "RULES", default_value = "none", value_parser = rules)]
+    attach: Setting<Vec<AttachRule>>,
     /// Exit after this long without clients; `never`: stay
     #[arg(long, value_name = "TIME", default_value = "never", value_parser = duration_or_never)]
     idle_exit: Setting<Duration>,
@@ -155,6 +158,10 @@ fn duration_or_never(text: &str) -> Result<Setting<Duration>, String> {
     unless("never", text, units::duration)
 }
 
+fn rules(text: &str) -> Result<Setting<Vec<AttachRule>>, String> {
+    unless("none", text, attach_rules::parse)
+}
+
 fn address(text: &str) -> Result<Setting<String>, String> {
     let parse = |text: &str| match Place::parse(text) {
         Ok(_) => Ok(text.to_owned()),
@@ -204,6 +211,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         metrics: args.metrics.0,
         web: args.web.0,
         attached_agent: daemon_client::ATTACHED_AGENT,
+        attach: args.attach.0.unwrap_or_default(),
         predict: !args.no_predict,
         cold: cold::Config {
             tier_max_bytes: args.tier_max.0.unwrap_or_else(daemon_client::tier_max_auto),

@@ -1,7 +1,17 @@
 //! How a daemon works.
 
+use crate::program_filter::ProgramFilter;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// Programs that are attached as they appear, and as the daemon starts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AttachRule {
+    /// Which programs.
+    pub programs: ProgramFilter,
+    /// Name of their domain.
+    pub domain: String,
+}
 
 /// How a daemon works.
 #[derive(Clone, Debug)]
@@ -28,6 +38,8 @@ pub struct Config {
     pub web: Option<String>,
     /// The agent for programs that run already, a file in the ELF format.
     pub attached_agent: &'static [u8],
+    /// Programs to attach; the first rule that a program satisfies counts.
+    pub attach: Vec<AttachRule>,
     /// Predict slots from neighbours.
     pub predict: bool,
     /// How the cold tier works.
@@ -50,6 +62,7 @@ impl Default for Config {
             metrics: None,
             web: None,
             attached_agent: &[],
+            attach: Vec::new(),
             predict: true,
             cold: crate::cold::config::Config::default(),
         }

@@ -10,11 +10,13 @@ pub mod cold;
 mod config;
 mod domain_key;
 mod memory_limits;
+mod program_filter;
 mod service;
 pub mod status;
 
-pub use config::Config;
+pub use config::{AttachRule, Config};
 pub use pagefold_merge::client::VMA_BUDGET_MAX;
+pub use program_filter::ProgramFilter;
 pub use service::daemon::Daemon;
 pub use service::listener::run;
 pub use service::{control, http, metrics, web};

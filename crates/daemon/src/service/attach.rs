@@ -10,11 +10,18 @@ use pagefold_os::sync::lock;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{procfs, sock};
 use pagefold_protocol::message::{Op, Packet};
+use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// How long the agent may take for each of its first packets, in milliseconds.
 const ANSWER_MS: u64 = 10_000;
+
+/// How often programs are looked for that satisfy a rule.
+const RULES_LOOK: Duration = Duration::from_secs(1);
+/// How often a program is tried that cannot be attached.
+const REFUSALS_MAX: u32 = 5;
 
 /// What the userfaultfd of merged memory reports: besides discards also moves and forks, of which the agent sees no call.
 const HOLD_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
@@ -48,6 +55,35 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, asker: u32) -> Res
         Ok(still)
     } else {
         Err(daemon.refusals.reason(pid).unwrap_or_else(|| "its agent did not greet the daemon".into()))
+    }
+}
+
+/// Attaches what satisfies a rule of the configuration, as it appears, until the daemon stops.
+pub(crate) fn follow_rules(daemon: &Daemon) {
+    // When a program was first seen, how often it was refused, and when it is tried next.
+    let mut seen: BTreeMap<(i32, u64), (u32, Instant)> = BTreeMap::new();
+    while !daemon.is_stopping() {
+        let now = Instant::now();
+        let mut living = BTreeMap::new();
+        for pid in procfs::pids() {
+            let Some(started) = procfs::start_time(pid) else { continue };
+            let Some(rule) = daemon.config.attach.iter().find(|rule| rule.programs.has(pid)) else { continue };
+            // Most programs that begin soon end, or become others.
+            let (mut refused, mut next) = seen.get(&(pid, started)).copied().unwrap_or((0, now + RULES_LOOK / 2));
+            let is_left = lock(&daemon.detached).contains(&(pid, started));
+            let is_client = is_left || lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid);
+            if !is_client && refused < REFUSALS_MAX && now >= next {
+                if let Err(reason) = attach(daemon, pid, &rule.domain, 0) {
+                    daemon.refusals.note(pid, reason);
+                    refused += 1;
+                }
+                next = now + RULES_LOOK * (1 << refused);
+            }
+            living.insert((pid, started), (refused, next));
+        }
+        lock(&daemon.detached).retain(|program| living.contains_key(program));
+        seen = living;
+        thread::sleep(RULES_LOOK);
     }
 }
 
@@ -119,6 +155,9 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32) -> Result<u64, String> {
         ));
     }
     enter::leave(&traces).map_err(|error| error.to_string())?;
+    if !daemon.config.attach.is_empty() {
+        lock(&daemon.detached).insert((traces.pid, traces.started));
+    }
     daemon.live.forget(|client| client.shared.pid == pid);
     Ok(count)
 }

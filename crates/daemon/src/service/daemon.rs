@@ -8,6 +8,7 @@ use crate::config::Config;
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd;
 use pagefold_os::wait::Bell;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -25,6 +26,8 @@ pub struct Daemon {
     pub(crate) cold: Tiers,
     /// What attached programs fork.
     pub(crate) forked_children: Arc<ForkedChildren>,
+    /// Programs that an operator detached, by number and start time: no rule attaches them again.
+    pub(crate) detached: Mutex<BTreeSet<(i32, u64)>>,
     pub(crate) refusals: Refusals,
     /// `/dev/userfaultfd`, which clients without the privilege to open it are handed.
     pub(crate) userfault_device: Option<Fd>,
@@ -51,6 +54,7 @@ impl Daemon {
             cold: Tiers::new(config.cold.clone(), &config.socket),
             config,
             forked_children: ForkedChildren::new(),
+            detached: Mutex::default(),
             refusals: Refusals::default(),
             userfault_device: uffd::open_device().ok(),
             started: Instant::now(),

@@ -2,7 +2,7 @@
 
 use crate::cold::handover::{adopt, shutdown};
 use crate::service::daemon::Daemon;
-use crate::service::{admission, control, http, metrics, web};
+use crate::service::{admission, attach, control, http, metrics, web};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::sock;
 use pagefold_os::sync::lock;
@@ -94,6 +94,10 @@ fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<http::
     adopt::adopt(&daemon.cold).map_err(|error| with_subject("the keeper", &error))?;
     let live = daemon.live.clone();
     let monitor = thread::Builder::new().name("monitor".into()).spawn(move || live.monitor())?;
+    if !daemon.config.attach.is_empty() {
+        let attaching = daemon.clone();
+        thread::Builder::new().name("attach".into()).spawn(move || attach::follow_rules(&attaching))?;
+    }
     let mut served = Vec::new();
     if let Some(at) = &daemon.config.metrics {
         let name = metrics::serve(daemon.clone(), at).map_err(|error| with_subject("--metrics", &error));
