@@ -62,7 +62,7 @@ class WithDaemon(unittest.TestCase):
         process = subprocess.Popen([TOOL, "daemon", *options, "--socket", str(self.socket)])
         self.addCleanup(self.end, process)
         self.daemon = pagefold.Daemon(self.socket)
-        self.wait("the daemon", lambda: self.socket.exists() or process.poll() is not None)
+        self.wait("the daemon", lambda: self.listens() or process.poll() is not None)
         if process.poll() is not None:
             self.skipTest("no daemon here: see pagefold doctor")
 
@@ -70,6 +70,14 @@ class WithDaemon(unittest.TestCase):
     def end(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
         process.wait()
+
+    def listens(self) -> bool:
+        """The socket has its name a moment before the daemon listens there."""
+        try:
+            self.daemon.status()
+        except pagefold.DaemonError:
+            return False
+        return True
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
         began = time.monotonic()
