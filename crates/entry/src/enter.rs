@@ -377,7 +377,9 @@ fn send_to_instructions(
     })?;
     let words = words(agent, layout, &registers, tracer.signal_mask(thread).map_err(ended)?);
     let written = memory.write(at, &borrow::code(&words));
-    written.map_err(|error| Unfit::Lasting(step("writing to its memory (proc_mem.force_override?)")(error)))?;
+    written.map_err(|error| {
+        Unfit::Lasting(step("writing to its memory (boot with proc_mem.force_override=always)")(error))
+    })?;
     if let Err(error) = tracer.set_registers(thread, &at_instructions(&registers, at)) {
         let _ = memory.write(at, &vec![0; borrow::len()]);
         return Err(ended(error));
@@ -526,7 +528,7 @@ fn begin(
     let thread = thread.ok_or_else(|| {
         late("the thread did not get to map memory and start another (limits of memory, address space or threads?)")
     })?;
-    let writing = step("writing the agent");
+    let writing = step("writing the agent (boot with proc_mem.force_override=always)");
     memory.write(layout.range.start, &agent.at(layout.range.start)).map_err(&writing)?;
     let put = |at: usize, bytes: &[u8]| memory.write(layout.page + at as u64, bytes).map_err(&writing);
     let both = |words: [u64; 2]| words.map(u64::to_ne_bytes).concat();
