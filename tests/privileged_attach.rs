@@ -179,9 +179,10 @@ fn a_tracer_that_is_killed_at_any_instant_is_not_missed() {
 #[test]
 fn a_rule_attaches_what_it_names() {
     let Some(program) = program() else { return };
-    let dir = tempfile::tempdir().expect("a directory");
+    // A link: a file that was just written cannot be executed while a child of another test still has it open.
+    let dir = tempfile::tempdir_in(program.parent().expect("a directory")).expect("a directory");
     let own = dir.path().join("ruled");
-    fs::copy(program, &own).expect("a copy");
+    fs::hard_link(program, &own).expect("a link");
     let mut servers = vec![start(&own, 1)];
     let rule = format!("user=4294967294; exe={}/r*,min=1M,domain=ruled", dir.path().display());
     let daemon = Daemon::start(&["--no-keeper", "--attach", &rule]);

@@ -180,7 +180,7 @@ pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered
     let maps = look(pid)?;
     let memory = Memory::open(pid).map_err(step("opening its memory"))?;
     if let Some(left) = memory::unfinished(&memory, &maps, &borrow::MARK) {
-        clear(pid, &memory, left)?;
+        clear(pid, left)?;
     }
     let page = PAGE_SIZE as u64;
     let len = agent.len + page + STACK_LEN;
@@ -201,7 +201,7 @@ pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered
         Err(error) => {
             let _ = memory.write(layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
             wait_for_end(pid, range);
-            let _ = clear(pid, &memory, borrow::range(borrowed.code));
+            let _ = clear(pid, borrow::range(borrowed.code));
             Err(error)
         }
     }
@@ -376,12 +376,10 @@ fn send_to_instructions(
         ))
     })?;
     let words = words(agent, layout, &registers, tracer.signal_mask(thread).map_err(ended)?);
-    let written = memory.write(at, &borrow::code(&words));
-    written.map_err(|error| {
-        Unfit::Lasting(step("writing to its memory (boot with proc_mem.force_override=always)")(error))
-    })?;
+    let written = tracer.write(thread, at, &borrow::code(&words));
+    written.map_err(|error| Unfit::Lasting(step("writing the instructions of the entry")(error)))?;
     if let Err(error) = tracer.set_registers(thread, &at_instructions(&registers, at)) {
-        let _ = memory.write(at, &vec![0; borrow::len()]);
+        let _ = tracer.write(thread, at, &vec![0; borrow::len()]);
         return Err(ended(error));
     }
     Ok(at)
@@ -528,7 +526,7 @@ fn begin(
     let thread = thread.ok_or_else(|| {
         late("the thread did not get to map memory and start another (limits of memory, address space or threads?)")
     })?;
-    let writing = step("writing the agent (boot with proc_mem.force_override=always)");
+    let writing = step("writing the agent");
     memory.write(layout.range.start, &agent.at(layout.range.start)).map_err(&writing)?;
     let put = |at: usize, bytes: &[u8]| memory.write(layout.page + at as u64, bytes).map_err(&writing);
     let both = |words: [u64; 2]| words.map(u64::to_ne_bytes).concat();
@@ -596,14 +594,15 @@ fn wait_for_end(pid: i32, image: Range) -> bool {
 }
 
 /// Takes the instructions out of the program again, at a moment at which no thread executes them.
-fn clear(pid: i32, memory: &Memory, code: Range) -> Result<(), EntryError> {
+fn clear(pid: i32, code: Range) -> Result<(), EntryError> {
     let cleared = with_stopped(pid, |stopped| {
         let executes =
             |thread| stopped.tracer().registers(thread).is_ok_and(|registers| code.overlaps(&at_of(&registers)));
         if stopped.still().any(executes) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
-        memory.write(code.start, &vec![0; code.len() as usize])
+        let thread = stopped.still().next().ok_or_else(|| io::Error::from_raw_os_error(libc::EBUSY))?;
+        stopped.tracer().write(thread, code.start, &vec![0; code.len() as usize])
     });
     match cleared {
         Ok(Err(error)) if error.raw_os_error() == Some(libc::EBUSY) => {
@@ -644,7 +643,7 @@ pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     }
     let mut last = Ok(());
     for _ in 0..TRIES {
-        last = clear(traces.pid, &memory, borrow::range(traces.code));
+        last = clear(traces.pid, borrow::range(traces.code));
         if !matches!(last, Err(EntryError::Busy(_))) {
             break;
         }

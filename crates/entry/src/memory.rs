@@ -38,10 +38,10 @@ impl Memory {
         self.file.read_exact_at(bytes, at)
     }
 
-    /// Writes `bytes` at address `at`, also where the program itself may only read: it gets a page of its own there.
+    /// Writes `bytes` at address `at`, where the program may write, too.
     ///
     /// # Errors
-    /// If part of it is not mapped, or the kernel forbids such writes (`proc_mem.force_override=never`).
+    /// If part of it is not mapped, or may not be written.
     pub fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         self.file.write_all_at(bytes, at)
     }

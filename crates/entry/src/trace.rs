@@ -110,6 +110,19 @@ impl Tracer {
         Ok(mask)
     }
 
+    /// Writes `bytes`, whole words, at address `at` of the memory of `thread`, which stands still; also where the program may only read:
+    /// it gets a page of its own there. Kernels that forbid such writes through /proc/PID/mem allow them to a tracer.
+    ///
+    /// # Errors
+    /// `EIO` if part of it is not mapped, `ESRCH` if the thread does not stand still.
+    pub fn write(&self, thread: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
+        for (index, word) in bytes.chunks_exact(8).enumerate() {
+            let value = word.iter().rev().fold(0usize, |all, byte| all << 8 | usize::from(*byte));
+            call(libc::PTRACE_POKEDATA, thread, at as usize + 8 * index, value)?;
+        }
+        Ok(())
+    }
+
     /// Lets `thread`, which stands still, go on untraced, to handle `signal` first unless that is 0.
     ///
     /// # Errors
