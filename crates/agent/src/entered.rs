@@ -41,10 +41,7 @@ unsafe extern "C" fn entered(page: *const EntryPage) -> ! {
     owned_ranges::register(Owned::Image, Range { start, end: start + len });
     keep_page(page);
     owned_ranges::register(Owned::Stack, Range { start: page.stack[0], end: page.stack[1] });
-    for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
-        // SAFETY: all of it is the agent's; the advice changes no bytes of this process.
-        let _ = unsafe { mem::advise(start, len, advice) };
-    }
+    owned_ranges::hide_range(start, len);
     if begin_thread(c"pagefold-agent") {
         match begin(page) {
             Ok(()) => crate::live::entered(),

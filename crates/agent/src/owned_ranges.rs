@@ -79,8 +79,13 @@ pub(crate) fn is_in_nursery(addr: u64) -> bool {
 
 /// Leaves a mapping of the agent's out of forked children and core dumps.
 pub(crate) fn hide(map: &mem::Mapping) {
+    hide_range(map.addr(), map.len() as u64);
+}
+
+/// The same of `len` bytes at `addr`, which are the agent's.
+pub(crate) fn hide_range(addr: u64, len: u64) {
     for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
         // SAFETY: the advice changes no bytes of this process.
-        let _ = unsafe { mem::advise(map.addr(), map.len() as u64, advice) };
+        let _ = unsafe { mem::advise(addr, len, advice) };
     }
 }

@@ -11,11 +11,12 @@
 use crate::borrow::{self, Words};
 use crate::image::Image;
 use crate::memory::{self, Memory};
-use crate::stop::{OWN_THREADS, with_stopped};
+use crate::stop::{call_of, is_own, with_stopped};
 use crate::trace::{Registers, Report, Tracer};
 use pagefold_os::fd::Fd;
 use pagefold_os::procfs::OwnedMap;
 use pagefold_os::{PAGE_SIZE, Range, procfs, syscall};
+use pagefold_protocol::POOL_NAME;
 use pagefold_protocol::entry::{EntryPage, SOCKET_MAX, order, stage};
 use std::mem::offset_of;
 use std::time::{Duration, Instant};
@@ -29,8 +30,6 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const STOP_PATIENCE: Duration = Duration::from_millis(20);
 /// How often the threads of the program are tried.
 const TRIES: usize = 20;
-/// Names of the mappings that agents make.
-const POOL_NAME: &str = "/memfd:pagefold-pool";
 
 /// Why a program was not entered. It goes on as if nothing had been.
 #[derive(Debug, thiserror::Error)]
@@ -124,10 +123,7 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
         return refuse("programs can be entered on x86-64 only so far; start it by pagefold run");
     }
     let status = procfs::status(pid);
-    let field = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        line.unwrap_or_default().trim().to_owned()
-    };
+    let field = |name: &str| procfs::value(&status, name).unwrap_or_default();
     match field("State").chars().next() {
         None | Some('Z' | 'X') => return Err(EntryError::Gone),
         Some('T' | 't') => return refuse("it is stopped (SIGSTOP or a debugger): let it go on first"),
@@ -148,7 +144,7 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
             "a seccomp filter restricts its system calls, and the agent's with them; start it by pagefold run",
         );
     }
-    let maps = memory::maps(pid).map_err(|error| match error.kind() {
+    let maps = procfs::maps(pid).map_err(|error| match error.kind() {
         io::ErrorKind::PermissionDenied => EntryError::Refused(
             "this user may not trace it: it is another user's, or has other rights than its user (see ptrace(2), pagefold doctor)".into(),
         ),
@@ -157,13 +153,10 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
     if maps.is_empty() {
         return Err(EntryError::Gone);
     }
-    if maps.iter().any(|map| map.name.starts_with(POOL_NAME) && !map.shared) {
+    if maps.iter().any(|map| map.name.as_bytes().starts_with(POOL_NAME) && !map.shared) {
         return refuse("it shows merged memory already, its own or that of the process that forked it");
     }
-    let is_own = |name: &fs::DirEntry| {
-        fs::read(name.path().join("comm")).is_ok_and(|comm| comm.starts_with(OWN_THREADS.as_bytes()))
-    };
-    if fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|tasks| tasks.flatten().any(|task| is_own(&task))) {
+    if own_thread(pid).is_some() {
         return refuse("an agent is in it already");
     }
     Ok(maps)
@@ -187,19 +180,17 @@ pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered
     let range = memory::free_range(&maps, len)
         .ok_or_else(|| EntryError::Refused("its address space has no room for the agent".into()))?;
     let layout = Layout { range, page: range.start + agent.len, stack: range.end - STACK_LEN };
+    let plan = Plan { pid, agent, layout, maps: &maps };
     let borrowed = thread::scope(|scope| {
         // A thread of its own: when it ends the kernel lets go of whatever is still traced.
-        scope
-            .spawn(|| borrow_thread(pid, agent, &layout, &maps))
-            .join()
-            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        scope.spawn(|| borrow_thread(&plan)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })?;
     let memory = Memory::open(pid).map_err(step("opening its memory"))?;
-    let result = begin(pid, agent, settings, &layout, &borrowed, &memory);
+    let result = begin(&plan, settings, &borrowed, &memory);
     match result {
         Ok((requests, children)) => Ok(Entered { requests, children, still: borrowed.still }),
         Err(error) => {
-            let _ = memory.write(layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
+            let _ = memory.write(plan.layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
             wait_for_end(pid, range);
             let _ = clear(pid, borrow::range(borrowed.code));
             Err(error)
@@ -216,6 +207,15 @@ struct Layout {
     stack: u64,
 }
 
+/// What is entered, with what, and where.
+struct Plan<'a> {
+    pid: i32,
+    agent: &'a Image,
+    layout: Layout,
+    /// The program's mappings before the entry.
+    maps: &'a [OwnedMap],
+}
+
 /// A thread that has been sent to the instructions.
 struct Borrowed {
     code: u64,
@@ -223,7 +223,8 @@ struct Borrowed {
 }
 
 /// Stops one thread, has it execute the instructions, and lets it go on.
-fn borrow_thread(pid: i32, agent: &Image, layout: &Layout, maps: &[OwnedMap]) -> Result<Borrowed, EntryError> {
+fn borrow_thread(plan: &Plan<'_>) -> Result<Borrowed, EntryError> {
+    let pid = plan.pid;
     let tracer = Tracer::default();
     let mut why = String::from("it has none");
     // Threads that were asked to stand still and have not: they are traced until this thread ends.
@@ -233,7 +234,7 @@ fn borrow_thread(pid: i32, agent: &Image, layout: &Layout, maps: &[OwnedMap]) ->
             if late.contains(&thread) {
                 continue;
             }
-            match try_thread(&tracer, pid, thread, agent, layout, maps) {
+            match try_thread(&tracer, thread, plan) {
                 Ok(borrowed) => return Ok(borrowed),
                 Err(Unfit::Passing(reason)) => why = reason.into(),
                 Err(Unfit::Late) => {
@@ -264,11 +265,9 @@ enum Unfit {
 
 /// The threads of a process: first those that run, then those that sleep in calls which go on after a stop as if nothing had been.
 fn threads_by_calm(pid: i32) -> Vec<i32> {
-    let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
-    let numbers = tasks.flatten().filter_map(|task| task.file_name().to_str()?.parse::<i32>().ok());
-    let mut threads: Vec<(u8, i32)> = numbers.map(|thread| (unrest(pid, thread), thread)).collect();
-    threads.sort_unstable();
-    threads.into_iter().map(|(_, thread)| thread).collect()
+    let mut threads = procfs::threads(pid).unwrap_or_default();
+    threads.sort_by_cached_key(|thread| unrest(pid, *thread));
+    threads
 }
 
 /// How much a stop would disturb `thread`.
@@ -282,12 +281,11 @@ fn unrest(pid: i32, thread: i32) -> u8 {
         libc::SYS_clock_nanosleep,
         libc::SYS_accept4,
     ];
-    let call = fs::read_to_string(format!("/proc/{pid}/task/{thread}/syscall")).unwrap_or_default();
-    match call.split_ascii_whitespace().next() {
-        Some("running") => 0,
+    match call_of(pid, thread).as_str() {
+        "running" => 0,
         #[cfg(target_arch = "x86_64")]
-        Some(number) if number.parse() == Ok(libc::SYS_poll) => 1,
-        Some(number) if number.parse().is_ok_and(|number| RESTART.contains(&number)) => 1,
+        number if number.parse() == Ok(libc::SYS_poll) => 1,
+        number if number.parse().is_ok_and(|number| RESTART.contains(&number)) => 1,
         _ => 2,
     }
 }
@@ -299,19 +297,12 @@ fn is_traced_by_us(pid: i32, thread: i32) -> bool {
     tracer != 0 && fs::exists(format!("/proc/self/task/{tracer}")).unwrap_or(false)
 }
 
-fn try_thread(
-    tracer: &Tracer,
-    pid: i32,
-    thread: i32,
-    agent: &Image,
-    layout: &Layout,
-    maps: &[OwnedMap],
-) -> Result<Borrowed, Unfit> {
+fn try_thread(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result<Borrowed, Unfit> {
     let began = Instant::now();
     if let Err(error) = tracer.seize(thread).and_then(|()| tracer.interrupt(thread)) {
         return Err(match error.raw_os_error() {
             // A thread of ours that ends has not let go of it yet.
-            Some(libc::EPERM) if is_traced_by_us(pid, thread) => Unfit::Passing("it is stopped at this moment"),
+            Some(libc::EPERM) if is_traced_by_us(plan.pid, thread) => Unfit::Passing("it is stopped at this moment"),
             Some(libc::EPERM) => Unfit::Lasting(EntryError::Refused(
                 "this user may not trace it, or another process does (see ptrace(2), pagefold doctor)".into(),
             )),
@@ -331,7 +322,7 @@ fn try_thread(
             Ok(None) => thread::yield_now(),
         }
     }
-    let sent = send_to_instructions(tracer, pid, thread, agent, layout, maps);
+    let sent = send_to_instructions(tracer, thread, plan);
     let detached = tracer.detach(thread, 0);
     let code = sent?;
     match detached {
@@ -342,14 +333,8 @@ fn try_thread(
 }
 
 /// Writes the instructions and sets the registers of `thread`, which stands still; nothing is changed on errors.
-fn send_to_instructions(
-    tracer: &Tracer,
-    pid: i32,
-    thread: i32,
-    agent: &Image,
-    layout: &Layout,
-    maps: &[OwnedMap],
-) -> Result<u64, Unfit> {
+fn send_to_instructions(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result<u64, Unfit> {
+    let pid = plan.pid;
     let ended = |_| Unfit::Passing("a thread ended");
     // The number may be another process's by now.
     if !fs::exists(format!("/proc/{pid}/task/{thread}")).unwrap_or(false) {
@@ -370,12 +355,12 @@ fn send_to_instructions(
     if is_in_restartable_sequence(thread, &memory, &registers) {
         return Err(Unfit::Passing("its threads are in restartable sequences all the time"));
     }
-    let at = memory::unused_code(&memory, maps, borrow::len()).ok_or_else(|| {
+    let at = memory::unused_code(&memory, plan.maps, borrow::len()).ok_or_else(|| {
         Unfit::Lasting(EntryError::Refused(
             "its code has no room for the instructions of an entry (it has no vdso)".into(),
         ))
     })?;
-    let words = words(agent, layout, &registers, tracer.signal_mask(thread).map_err(ended)?);
+    let words = words(plan.agent, &plan.layout, &registers, tracer.signal_mask(thread).map_err(ended)?);
     let written = tracer.write(thread, at, &borrow::code(&words));
     written.map_err(|error| Unfit::Lasting(step("writing the instructions of the entry")(error)))?;
     if let Err(error) = tracer.set_registers(thread, &at_instructions(&registers, at)) {
@@ -454,10 +439,7 @@ fn words(_: &Image, _: &Layout, _: &Registers, mask: u64) -> Words {
 /// True if a signal is on its way to `thread`: a call that it interrupts must return, which a borrowed thread's would not.
 fn has_pending_signal(pid: i32, thread: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
-    let set = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        u64::from_str_radix(line.unwrap_or_default().trim(), 16).unwrap_or(0)
-    };
+    let set = |name: &str| u64::from_str_radix(procfs::value(&status, name).unwrap_or_default(), 16).unwrap_or(0);
     (set("SigPnd") | set("ShdPnd")) & !set("SigBlk") != 0
 }
 
@@ -507,13 +489,12 @@ fn wait_until<T>(mut done: impl FnMut() -> Option<T>) -> Option<T> {
 
 /// Writes the agent's code, has its first thread begin, and takes the sockets.
 fn begin(
-    pid: i32,
-    agent: &Image,
+    plan: &Plan<'_>,
     settings: &Settings<'_>,
-    layout: &Layout,
     borrowed: &Borrowed,
     memory: &Memory,
 ) -> Result<(Fd, Fd), EntryError> {
+    let Plan { pid, agent, layout, .. } = plan;
     let word = |at: usize| memory.word(layout.page + at as u64);
     let late = |what: &str| EntryError::Busy(what.into());
     // A program without room for a mapping or a thread goes on without either.
@@ -550,7 +531,7 @@ fn begin(
     }
     let taking = step("taking the agent's sockets (Linux 6.9 or newer)");
     // The number that the kernel wrote is that of the program's own namespace of processes.
-    let own = own_thread(pid).unwrap_or(thread);
+    let own = own_thread(*pid).unwrap_or(thread);
     let sockets = [0, 4].map(|at| {
         let fd = word(offset_of!(EntryPage, sockets) + at)?;
         take_descriptor(own, fd as i32)
@@ -563,11 +544,7 @@ fn begin(
 
 /// The agent's first thread, by its name.
 fn own_thread(pid: i32) -> Option<i32> {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
-    tasks.flatten().find_map(|task| {
-        let comm = fs::read(task.path().join("comm")).ok()?;
-        comm.starts_with(OWN_THREADS.as_bytes()).then(|| task.file_name().to_str()?.parse().ok())?
-    })
+    procfs::threads(pid).ok()?.into_iter().find(|thread| is_own(pid, *thread))
 }
 
 /// A copy of descriptor `fd` of `thread`, which has descriptors of its own.
@@ -587,7 +564,7 @@ fn take_descriptor(thread: i32, fd: i32) -> io::Result<Fd> {
 fn wait_for_end(pid: i32, image: Range) -> bool {
     wait_until(|| {
         let is_there = own_thread(pid).is_some();
-        let is_mapped = memory::maps(pid).is_ok_and(|maps| maps.iter().any(|map| map.range.overlaps(&image)));
+        let is_mapped = procfs::maps(pid).is_ok_and(|maps| maps.iter().any(|map| map.range.overlaps(&image)));
         (!is_there && !is_mapped).then_some(())
     })
     .is_some()

@@ -1,6 +1,6 @@
 //! Another program's memory: reading and writing it through /proc/PID/mem, a free range, and room for a few instructions.
 
-use pagefold_os::procfs::{self, OwnedMap};
+use pagefold_os::procfs::OwnedMap;
 use pagefold_os::{PAGE_SIZE, Range};
 use std::fs::File;
 use std::io;
@@ -102,14 +102,6 @@ pub fn unused_code(memory: &Memory, maps: &[OwnedMap], len: usize) -> Option<u64
     })
 }
 
-/// The mappings of process `pid`.
-///
-/// # Errors
-/// As [`procfs::maps`].
-pub fn maps(pid: i32) -> io::Result<Vec<OwnedMap>> {
-    procfs::maps(pid)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,7 +122,7 @@ mod tests {
     #[test]
     fn unused_code_is_zeros_in_code() {
         let me = std::process::id() as i32;
-        let (memory, maps) = (Memory::open(me).unwrap(), maps(me).unwrap());
+        let (memory, maps) = (Memory::open(me).unwrap(), pagefold_os::procfs::maps(me).unwrap());
         let Some(at) = unused_code(&memory, &maps, 512) else { return eprintln!("SKIPPED: no room in this process") };
         assert!(
             maps.iter().any(|map| map.prot & libc::PROT_EXEC != 0 && map.range.start < at && at + 512 <= map.range.end)

@@ -7,6 +7,7 @@
 //! The closure runs on a thread of its own, the tracer. When that ends, the kernel lets go of whatever is still traced.
 
 use crate::trace::{Report, Tracer};
+use pagefold_os::{procfs, stat};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use std::{fs, io, thread};
@@ -16,7 +17,7 @@ pub const PATIENCE: Duration = Duration::from_millis(20);
 /// After this time a thread that does not stand still is looked at.
 const LOOK_AFTER: Duration = Duration::from_micros(300);
 /// Names of the agent's own threads begin with this; they go on.
-pub const OWN_THREADS: &str = "pagefold-";
+const OWN_THREADS: &str = "pagefold-";
 
 /// Why a program could not be stopped.
 #[derive(Debug, thiserror::Error)]
@@ -106,9 +107,7 @@ impl Stopped {
     /// Asks the threads that were not seen before to stand still; false if there is none.
     fn ask_new_threads(&mut self) -> Result<bool, StopError> {
         let mut any = false;
-        let Ok(tasks) = fs::read_dir(format!("/proc/{}/task", self.pid)) else { return Err(StopError::Ended) };
-        for task in tasks.flatten() {
-            let Some(thread) = task.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+        for thread in procfs::threads(self.pid).map_err(|_| StopError::Ended)? {
             if self.threads.contains_key(&thread) || is_own(self.pid, thread) {
                 continue;
             }
@@ -183,14 +182,19 @@ impl Stopped {
 }
 
 /// True if `thread` is the agent's. A program that gives its threads such a name harms itself alone.
-fn is_own(pid: i32, thread: i32) -> bool {
+pub(crate) fn is_own(pid: i32, thread: i32) -> bool {
     fs::read(format!("/proc/{pid}/task/{thread}/comm")).is_ok_and(|name| name.starts_with(OWN_THREADS.as_bytes()))
 }
 
 fn state_of(pid: i32, thread: i32) -> Option<u8> {
     let text = fs::read(format!("/proc/{pid}/task/{thread}/stat")).ok()?;
-    let at = text.iter().rposition(|byte| *byte == b')')?;
-    text.get(at + 2).copied()
+    stat::field(&text, 3)?.bytes().next()
+}
+
+/// What system call `thread` is in, as the kernel says: a number, or a word.
+pub(crate) fn call_of(pid: i32, thread: i32) -> String {
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{thread}/syscall")).unwrap_or_default();
+    text.split_ascii_whitespace().next().unwrap_or_default().to_owned()
 }
 
 fn is_dead(pid: i32, thread: i32) -> bool {
@@ -217,10 +221,9 @@ fn changes_nothing(pid: i32, thread: i32) -> bool {
         libc::SYS_sendmsg,
         libc::SYS_recvmsg,
     ];
-    let call = fs::read_to_string(format!("/proc/{pid}/task/{thread}/syscall")).unwrap_or_default();
-    let number = call.split_ascii_whitespace().next().and_then(|number| number.parse::<libc::c_long>().ok());
+    let number = call_of(pid, thread).parse::<libc::c_long>();
     // The state after the call: a thread that is asleep in it was so before, too, or made the same call again.
-    number.is_some_and(|number| CALLS.contains(&number)) && state_of(pid, thread) == Some(b'D')
+    number.is_ok_and(|number| CALLS.contains(&number)) && state_of(pid, thread) == Some(b'D')
 }
 
 #[cfg(test)]

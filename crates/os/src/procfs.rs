@@ -49,10 +49,14 @@ pub fn maps(pid: i32) -> io::Result<Vec<OwnedMap>> {
     Ok(all)
 }
 
-/// The value of `key` in a file of `key: value` lines, such as /proc/PID/status or smaps_rollup, without its unit.
+/// What follows `key` in a file of `key: value` lines, such as /proc/PID/status or smaps_rollup, without blanks around it.
+pub fn value<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')).map(str::trim)
+}
+
+/// The number that is the [`value`] of `key`, without its unit.
 pub fn field(text: &str, key: &str) -> Option<u64> {
-    let line = text.lines().find(|line| line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':')))?;
-    line[key.len() + 1..].split_whitespace().next()?.parse().ok()
+    value(text, key)?.split_whitespace().next()?.parse().ok()
 }
 
 /// Memory of a process in bytes, from smaps_rollup.
@@ -166,13 +170,23 @@ fn stat_line(pid: i32) -> Option<Vec<u8>> {
 
 /// All process ids.
 pub fn pids() -> Vec<i32> {
-    let mut pids: Vec<i32> = fs::read_dir("/proc")
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .collect();
-    pids.sort_unstable();
-    pids
+    numbers_in("/proc").unwrap_or_default()
+}
+
+/// The threads of `pid`, by number.
+///
+/// # Errors
+/// As opendir(3): there is no such process.
+pub fn threads(pid: i32) -> io::Result<Vec<i32>> {
+    numbers_in(&format!("/proc/{pid}/task"))
+}
+
+/// The files of a directory that have a number for a name, in order.
+fn numbers_in(directory: &str) -> io::Result<Vec<i32>> {
+    let entries = fs::read_dir(directory)?;
+    let mut numbers: Vec<i32> = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
+    numbers.sort_unstable();
+    Ok(numbers)
 }
 
 /// Mappings that the kernel allows a process (`vm.max_map_count`).

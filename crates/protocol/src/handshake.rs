@@ -11,6 +11,16 @@ use pagefold_os::raw::{Errno, Result};
 use pagefold_os::sock::{self, Fds};
 use pagefold_os::uffd;
 
+/// What the userfaultfd that watches for writes can do.
+pub const WATCH_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
+
+/// What the userfaultfd of merged memory can do.
+pub const HOLD_FEATURES: u64 = WATCH_FEATURES
+    | uffd::FEATURE_WP_HUGETLBFS_SHMEM
+    | uffd::FEATURE_EVENT_REMOVE
+    | uffd::FEATURE_MISSING_SHMEM
+    | uffd::FEATURE_MINOR_SHMEM;
+
 /// Agent: sends `hello` with the agent's pagemap.
 ///
 /// # Errors

@@ -14,6 +14,9 @@
 
 #![cfg_attr(not(test), no_std)]
 
+/// How the names of pool segments begin in /proc/PID/maps.
+pub const POOL_NAME: &[u8] = b"/memfd:pagefold-pool";
+
 pub mod channel;
 pub mod entry;
 pub mod forked_memory;

@@ -9,8 +9,7 @@ use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, maps};
 use pagefold_protocol::message::DOMAIN_NAME_MAX;
 
-/// Name that pool segments carry in /proc/PID/maps.
-pub const POOL_NAME: &[u8] = b"/memfd:pagefold-pool";
+pub(crate) use pagefold_protocol::POOL_NAME;
 
 /// Room for the name of any pool segment: the kernel leaves out a name that does not fit, and the mapping would be taken for
 /// another file's. The domain's name, the longest that a greeting carries, follows a colon. The kernel adds " (deleted)" and a zero.

@@ -21,10 +21,10 @@ use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range, mem, sched, sock, syscall};
 use pagefold_protocol::channel::Channel;
-use pagefold_protocol::handshake::{receive_welcome, send_hello, send_unable, take_welcome};
+use pagefold_protocol::handshake::{
+    HOLD_FEATURES, WATCH_FEATURES, receive_welcome, send_hello, send_unable, take_welcome,
+};
 use pagefold_protocol::message::{self, FREEZE_PAGES_MAX, Op, Packet, SEGMENTS_HELD};
-
-pub(super) const WATCH_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
 
 pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     let began = sched::monotonic_ns();
@@ -159,15 +159,10 @@ fn set_up(
     left: &mut Option<Agent>,
 ) -> Result<Agent> {
     hide(channel.mapping());
-    let hold_features = WATCH_FEATURES
-        | uffd::FEATURE_WP_HUGETLBFS_SHMEM
-        | uffd::FEATURE_EVENT_REMOVE
-        | uffd::FEATURE_MISSING_SHMEM
-        | uffd::FEATURE_MINOR_SHMEM;
     let watch = Uffd::new(device, WATCH_FEATURES)?;
-    let make = || given_hold().map_or_else(|| Uffd::new(device, hold_features), Ok);
+    let make = || given_hold().map_or_else(|| Uffd::new(device, HOLD_FEATURES), Ok);
     let new = if left.is_none() { Some(make()?) } else { None };
-    let quiet = if ATTACHED { Some(Uffd::new(device, hold_features & !uffd::FEATURE_EVENT_REMOVE)?) } else { None };
+    let quiet = if ATTACHED { Some(Uffd::new(device, HOLD_FEATURES & !uffd::FEATURE_EVENT_REMOVE)?) } else { None };
     let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
     // What a child shares cannot be moved back.
     hide(&staging);

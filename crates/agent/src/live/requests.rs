@@ -5,7 +5,7 @@
 //! a fault in the program. Between two requests the events of merged memory are answered, with the mapping lock held.
 
 use super::events::serve_events;
-use super::handshake::{WATCH_FEATURES, give_up, is_asked_to_leave, watch_staging};
+use super::handshake::{give_up, is_asked_to_leave, watch_staging};
 use super::session::{Agent, PAGE, Segment};
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::regions::{Listed, list};
@@ -19,6 +19,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock};
+use pagefold_protocol::handshake::WATCH_FEATURES;
 use pagefold_protocol::message::{
     FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, RefusalReason, SEGMENTS_HELD,
     SEGMENTS_PER_REQUEST,

@@ -11,7 +11,6 @@ use pagefold_os::uffd::Uffd;
 use pagefold_os::wait::Bell;
 use pagefold_protocol::forked_memory::ForkedMemory;
 use pagefold_protocol::message::{Op, Packet};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::thread;
 
@@ -26,8 +25,6 @@ pub(crate) struct ForkedChildren {
     inbox: Mutex<Vec<Fd>>,
     wake: Bell,
     begun: Once,
-    /// Children that live.
-    pub(crate) count: AtomicUsize,
 }
 
 impl ForkedChildren {
@@ -36,7 +33,6 @@ impl ForkedChildren {
             inbox: Mutex::default(),
             wake: Bell::new().expect("the first descriptors are there"),
             begun: Once::new(),
-            count: AtomicUsize::new(0),
         })
     }
 
@@ -65,20 +61,14 @@ impl ForkedChildren {
             for (child, _) in children.iter_mut().zip(of_children).filter(|(_, poll)| poll.revents != 0) {
                 child.serve(|uffd| born.push(uffd));
             }
-            let mut open = of_sockets.iter().map(|poll| poll.revents == 0).collect::<Vec<_>>().into_iter();
-            let mut ended = Vec::new();
-            for (index, socket) in sockets.iter().enumerate() {
-                if !open.next().unwrap_or(true) && !receive(socket, &mut born) {
-                    ended.push(index);
+            for index in (0..sockets.len()).rev() {
+                if of_sockets[index].revents != 0 && !receive(&sockets[index], &mut born) {
+                    drop_aside(sockets.swap_remove(index));
                 }
-            }
-            for index in ended.into_iter().rev() {
-                drop_aside(sockets.swap_remove(index));
             }
             children.retain(|child| child.uffd().is_alive());
             let room = CHILDREN_MAX.saturating_sub(children.len());
             children.extend(born.into_iter().take(room).map(|uffd| Box::new(ForkedMemory::new(uffd))));
-            self.count.store(children.len(), Ordering::Relaxed);
             if polls[0].revents != 0 {
                 self.wake.hush();
             }

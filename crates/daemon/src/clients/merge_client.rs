@@ -190,13 +190,11 @@ impl MergeClient {
         a: u64,
         fds: &[i32],
     ) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
-        if self.shared.traces.is_none() {
-            return self.ask_for(op, count, a, 0, fds);
-        }
-        let shared = self.shared.clone();
-        if self.attached.as_ref().is_none_or(|(process, _)| sock::has_ended(process)) {
+        let Some((process, _)) = &self.attached else { return self.ask_for(op, count, a, 0, fds) };
+        if sock::has_ended(process) {
             return Err(Gone);
         }
+        let shared = self.shared.clone();
         let asked = with_stopped(shared.pid, |_| {
             let began = sched::monotonic_ns();
             let answer = self.ask_for(op, count, a, 0, fds);
@@ -215,8 +213,7 @@ impl MergeClient {
 
     /// Reads `runs` of an attached program, whose agent must not wait for a page: it sees no call that takes memory away, and might wait for
     /// an answer of its own. This way of reading waits for none.
-    fn read_attached(&self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) {
-        let Some((_, memory)) = &self.attached else { return };
+    fn read_attached(memory: &Memory, runs: &[Range], out: &mut [Page], readable: &mut [bool]) {
         let addresses = runs.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE));
         for ((addr, page), readable) in addresses.zip(out).zip(readable) {
             *readable = memory.read(addr, page).is_ok();
@@ -433,8 +430,8 @@ impl Client for MergeClient {
         if pages > FETCH_PAGES_MAX as u64 || pages as usize > out.len() || runs.len() > LIST_MAX {
             return Ok(());
         }
-        if self.shared.traces.is_some() {
-            self.read_attached(runs, out, readable);
+        if let Some((_, memory)) = &self.attached {
+            MergeClient::read_attached(memory, runs, out, readable);
             return Ok(());
         }
         if !self.make_room(pages as usize) {
@@ -466,7 +463,7 @@ impl Client for MergeClient {
             let (mut end, mut pages) = (at, 0);
             while end < pieces.len() {
                 let begins_span = end == 0 || pieces[end].span != pieces[end - 1].span;
-                if self.shared.traces.is_some() && begins_span && pages >= STOP_PAGES {
+                if self.attached.is_some() && begins_span && pages >= STOP_PAGES {
                     break;
                 }
                 pages += pieces[end].range.pages();

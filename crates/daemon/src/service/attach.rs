@@ -9,6 +9,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{procfs, sock};
+use pagefold_protocol::handshake::{HOLD_FEATURES, receive};
 use pagefold_protocol::message::{Op, Packet};
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -23,16 +24,8 @@ const RULES_LOOK: Duration = Duration::from_secs(1);
 /// How often a program is tried that cannot be attached.
 const REFUSALS_MAX: u32 = 5;
 
-/// What the userfaultfd of merged memory reports: besides discards also moves and forks, of which the agent sees no call.
-const HOLD_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
-    | uffd::FEATURE_WP_ASYNC
-    | uffd::FEATURE_MOVE
-    | uffd::FEATURE_WP_HUGETLBFS_SHMEM
-    | uffd::FEATURE_EVENT_REMOVE
-    | uffd::FEATURE_EVENT_REMAP
-    | uffd::FEATURE_EVENT_FORK
-    | uffd::FEATURE_MISSING_SHMEM
-    | uffd::FEATURE_MINOR_SHMEM;
+/// The agent of an attached program sees no moves and forks either.
+const ATTACHED_FEATURES: u64 = HOLD_FEATURES | uffd::FEATURE_EVENT_REMAP | uffd::FEATURE_EVENT_FORK;
 
 /// Enters process `pid` and makes it a client in `domain`; returns how long one of its threads stood still.
 ///
@@ -40,7 +33,7 @@ const HOLD_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
 /// One line: why not, and what to do about it.
 pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, asker: u32) -> Result<Duration, String> {
     may_ask(pid, asker)?;
-    if lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid) {
+    if is_client(daemon, pid) {
         return Err("it is a client already".into());
     }
     let agent = Image::parse(daemon.config.attached_agent).map_err(|error| error.to_string())?;
@@ -51,11 +44,15 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, asker: u32) -> Res
     daemon.forked_children.take(children);
     // Its greeting is on its way.
     admission::admit(daemon, requests);
-    if lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid) {
+    if is_client(daemon, pid) {
         Ok(still)
     } else {
         Err(daemon.refusals.reason(pid).unwrap_or_else(|| "its agent did not greet the daemon".into()))
     }
+}
+
+fn is_client(daemon: &Daemon, pid: i32) -> bool {
+    lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid)
 }
 
 /// Attaches what satisfies a rule of the configuration, as it appears, until the daemon stops.
@@ -71,8 +68,7 @@ pub(crate) fn follow_rules(daemon: &Daemon) {
             // Most programs that begin soon end, or become others.
             let (mut refused, mut next) = seen.get(&(pid, started)).copied().unwrap_or((0, now + RULES_LOOK / 2));
             let is_left = lock(&daemon.detached).contains(&(pid, started));
-            let is_client = is_left || lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid);
-            if !is_client && refused < REFUSALS_MAX && now >= next {
+            if !is_left && !is_client(daemon, pid) && refused < REFUSALS_MAX && now >= next {
                 if let Err(reason) = attach(daemon, pid, &rule.domain, 0) {
                     daemon.refusals.note(pid, reason);
                     refused += 1;
@@ -111,7 +107,7 @@ fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
     let fds = [device.map_or(-1, Fd::raw)];
     let welcome = Packet::new(Op::Welcome);
     sock::send(requests, welcome.bytes(), &fds[..usize::from(device.is_some())]).map_err(failed)?;
-    let (ready, mut fds) = pagefold_protocol::handshake::receive(requests, Op::Ready).map_err(failed)?;
+    let (ready, mut fds) = receive(requests, Op::Ready).map_err(failed)?;
     let hold = fds.take(0).map(Uffd::from_fd).filter(Uffd::is_one);
     let Some(hold) = hold.filter(|_| ready.status == 0) else {
         return Err(format!(
@@ -119,7 +115,7 @@ fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
             pagefold_os::Errno(ready.status)
         ));
     };
-    let enabled = hold.enable(HOLD_FEATURES);
+    let enabled = hold.enable(ATTACHED_FEATURES);
     let status = enabled.err().map_or(0, |errno| errno.0);
     sock::send(requests, Packet { status, ..welcome }.bytes(), &[]).map_err(failed)?;
     enabled.map_err(|errno| match errno.0 {
