@@ -4,6 +4,7 @@
 
 mod common;
 
+use common::cold::Host;
 use common::{Daemon, Random, Reaped, Server, c_program_with, can_merge, is_root, skipped, wait_for};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -173,6 +174,56 @@ fn a_tracer_that_is_killed_at_any_instant_is_not_missed() {
     }
     attach(&daemon, &server);
     server.check("check 1");
+}
+
+/// What a child has discarded is known to the keeper alone, which outlives daemons; without it children wait.
+#[test]
+fn forked_children_outlive_daemons() {
+    let Some(program) = program() else { return };
+    let mut host = Host::start(&[]);
+    let mut servers: Vec<Server> = [0, 0].map(|threads| start(program, threads)).into();
+    for server in &servers {
+        let output = host.tool(&["attach", &server.pid().to_string()]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let is_merged = |host: &Host| {
+        let status = host.status();
+        let clients = status["clients"].as_array().cloned().unwrap_or_default();
+        let share = |client: &serde_json::Value| client["stats"]["pages_sharing"].as_u64() >= Some(PAGES * 9 / 10);
+        clients.len() == 2 && clients.iter().all(share)
+    };
+    wait_for("both to share their area", 120, || is_merged(&host));
+    let keeper = host.keeper_pid().expect("a keeper");
+    let [server, _] = &mut servers[..] else { unreachable!() };
+    // More than one bundle of anything; some are forked while there is no daemon.
+    for word in ["keep 40", "tell 1"] {
+        server.check(word);
+    }
+    host.kill_daemon();
+    for word in ["tell 2", "keep 3", "tell 1"] {
+        server.check(word);
+    }
+    host.restart_daemon(&[]);
+    wait_for("the agents to come back", 60, || is_merged(&host));
+    for word in ["keep 3", "tell 2", "fork 2"] {
+        server.check(word);
+    }
+    assert_eq!(host.keeper_pid(), Some(keeper));
+    // The keeper that a stopped daemon no longer needs stays for them.
+    host.stop_daemon();
+    for word in ["tell 1", "end 0", "keep 2", "tell 1", "end 0"] {
+        server.check(word);
+    }
+    // Neither daemon nor keeper: what is forked now waits at its first discard, for the next ones.
+    common::cold::kill(keeper);
+    server.check("keep 40");
+    host.restart_daemon(&[]);
+    wait_for("the agents to come back", 60, || is_merged(&host));
+    assert_ne!(host.keeper_pid(), Some(keeper));
+    for word in ["tell 2", "end 0", "check 1", "fork 2"] {
+        server.check(word);
+    }
+    host.verify();
 }
 
 /// What runs already and what comes later; what an operator detaches stays detached.

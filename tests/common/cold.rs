@@ -126,6 +126,20 @@ impl Host {
     /// Like [`kill_daemon`](Self::kill_daemon), and starts the next daemon if the keeper holds no pages and starts none.
     pub fn replace_daemon(&mut self, args: &[&str]) {
         self.kill_daemon();
+        self.restart_daemon(args);
+    }
+
+    /// Asks the current daemon to stop, and waits until it has.
+    pub fn stop_daemon(&mut self) {
+        let pid = self.pid();
+        // SAFETY: a process that this test started.
+        unsafe { libc::kill(pid, libc::SIGTERM) };
+        wait_for("the daemon to have ended", 60, || has_ended(pid));
+        let _ = self.child.wait();
+    }
+
+    /// Starts a daemon in place of one that has ended, unless the keeper does.
+    pub fn restart_daemon(&mut self, args: &[&str]) {
         let keeper = pagefold_tier::keeper::Keeper::connect(&self.keeper_path());
         if keeper.and_then(|keeper| keeper.names()).map_or(true, |names| names.is_empty()) {
             self.child = spawn(&self.socket, args);

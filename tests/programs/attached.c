@@ -129,6 +129,65 @@ static void forks(unsigned long count)
 	check("after forks");
 }
 
+#define KEPT 64
+static struct { pid_t pid; int to, from; } kept[KEPT];
+static int kept_count;
+
+/* Children that stay: each discards when it is told to, and sees what it discarded before. */
+static void keep(unsigned long count)
+{
+	while (count--) {
+		int to[2], from[2];
+		char byte;
+		if (kept_count == KEPT || pipe(to) || pipe(from))
+			fail("a pipe", kept_count);
+		uint64_t state = seed + kept_count * 7919 + 1;
+		pid_t child = fork();
+		if (child < 0)
+			fail("fork", 0);
+		if (!child) {
+			close(to[1]);
+			close(from[0]);
+			while (read(to[0], &byte, 1) == 1) {
+				check("a child that stays");
+				discard(20, &state, "a discard of a child that stays");
+				check("a child that stays, after its discards");
+				if (write(from[1], &byte, 1) != 1)
+					_exit(5);
+			}
+			_exit(0);
+		}
+		close(to[0]);
+		close(from[1]);
+		kept[kept_count].pid = child;
+		kept[kept_count].to = to[1];
+		kept[kept_count++].from = from[0];
+	}
+}
+
+static void tell(unsigned long count)
+{
+	char byte = 0;
+	while (count--) {
+		for (int i = 0; i < kept_count; i++)
+			if (write(kept[i].to, &byte, 1) != 1)
+				fail("telling a child", i);
+		for (int i = 0; i < kept_count; i++)
+			if (read(kept[i].from, &byte, 1) != 1)
+				fail("a child that stays", i);
+	}
+}
+
+static void end_kept(void)
+{
+	for (int i = kept_count; i-- > 0;) {
+		close(kept[i].to);
+		close(kept[i].from);
+		wait_for(kept[i].pid, "a child that stays");
+	}
+	kept_count = 0;
+}
+
 /* Moves pieces away and back; what is left behind reads zero, what was discarded stays so. Nothing is unmapped by it: the kernel
  * would give a hole to another thread. */
 static void moves(unsigned long count)
@@ -240,6 +299,12 @@ int main(int argc, char **argv)
 			forks(count);
 		else if (!strcmp(what, "move"))
 			moves(count);
+		else if (!strcmp(what, "keep"))
+			keep(count);
+		else if (!strcmp(what, "tell"))
+			tell(count);
+		else if (!strcmp(what, "end"))
+			end_kept();
 		else
 			return 2;
 		printf("right %lu\n", churned);

@@ -1,7 +1,7 @@
-//! Where the agent begins in a program that runs already: the first function of its first thread, which opens the sockets, has their
-//! other ends taken and has the userfaultfd enabled (`crates/entry` is the other side).
+//! Where the agent begins in a program that runs already: the first function of its first thread, which opens a socket, has its
+//! other end taken and has the userfaultfd enabled (`crates/entry` is the other side).
 
-use crate::attached::{begin_children, give, keep_page};
+use crate::attached::{give, keep_page};
 use crate::owned_ranges::{self, Owned};
 use crate::runtime::thread::begin_thread;
 use crate::state::SHARED;
@@ -54,7 +54,7 @@ unsafe extern "C" fn entered(page: *const EntryPage) -> ! {
     crate::attached::leave()
 }
 
-/// Opens the sockets, has the other ends taken, and has the userfaultfd enabled.
+/// Opens a socket, has the other end taken, and has the userfaultfd enabled.
 fn begin(page: &EntryPage) -> Result<()> {
     // What the program unmaps the daemon may still believe to be the program's: no mapping of ours takes its place.
     let mut random = 0u64;
@@ -66,9 +66,7 @@ fn begin(page: &EntryPage) -> Result<()> {
         return Err(Errno(libc::EACCES));
     }
     let (requests, theirs) = sock::pair()?;
-    let (children, forks) = sock::pair()?;
-    page.sockets[0].store(theirs.raw(), Ordering::Relaxed);
-    page.sockets[1].store(forks.raw(), Ordering::Relaxed);
+    page.requests.store(theirs.raw(), Ordering::Relaxed);
     page.stage.store(stage::OPEN, Ordering::Release);
     for waited_ms in 0.. {
         match page.order.load(Ordering::Acquire) {
@@ -78,7 +76,7 @@ fn begin(page: &EntryPage) -> Result<()> {
             _ => drop(pagefold_os::fd::poll(&mut [], 1)),
         }
     }
-    drop((theirs, forks));
+    drop(theirs);
     sock::set_timeout(&requests, STEP_MS as u64)?;
     let (_, mut fds) = receive(&requests, Op::Welcome)?;
     let hold = match Uffd::bare(fds.take(0).as_ref()) {
@@ -99,7 +97,6 @@ fn begin(page: &EntryPage) -> Result<()> {
     if !SHARED.configure(path, &page.domain[..domain_len], true) {
         return Err(Errno(libc::EALREADY));
     }
-    begin_children(children);
     give(requests, hold);
     Ok(())
 }

@@ -14,6 +14,7 @@ mod program_filter;
 mod service;
 pub mod status;
 
+pub use clients::forked_children::ForkedChildren;
 pub use config::{AttachRule, Config};
 pub use pagefold_merge::client::VMA_BUDGET_MAX;
 pub use program_filter::ProgramFilter;

@@ -4,7 +4,7 @@
 //! 2. One thread of it is stopped, at a moment at which nothing would be lost: no signal is on its way to the thread, and the thread is not
 //!    in the middle of a restartable sequence. Its registers are set to the instructions of [`borrow`], and it goes on.
 //! 3. The new thread waits for the agent's code, which is written from outside; then it begins.
-//! 4. The agent opens its sockets, and their other ends are taken.
+//! 4. The agent opens its socket, and the other end is taken.
 //!
 //! After each step the tracer may die: the program goes on, and the new thread ends by itself if it is not served.
 
@@ -67,8 +67,6 @@ pub struct Settings<'a> {
 pub struct Entered {
     /// Our end of the agent's connection.
     pub requests: Fd,
-    /// Where it sends the memory of children.
-    pub children: Fd,
     /// How long the borrowed thread stood still.
     pub still: Duration,
 }
@@ -188,7 +186,7 @@ pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered
     let memory = Memory::open(pid).map_err(step("opening its memory"))?;
     let result = begin(&plan, settings, &borrowed, &memory);
     match result {
-        Ok((requests, children)) => Ok(Entered { requests, children, still: borrowed.still }),
+        Ok(requests) => Ok(Entered { requests, still: borrowed.still }),
         Err(error) => {
             let _ = memory.write(plan.layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
             wait_for_end(pid, range);
@@ -487,13 +485,8 @@ fn wait_until<T>(mut done: impl FnMut() -> Option<T>) -> Option<T> {
     }
 }
 
-/// Writes the agent's code, has its first thread begin, and takes the sockets.
-fn begin(
-    plan: &Plan<'_>,
-    settings: &Settings<'_>,
-    borrowed: &Borrowed,
-    memory: &Memory,
-) -> Result<(Fd, Fd), EntryError> {
+/// Writes the agent's code, has its first thread begin, and takes its socket.
+fn begin(plan: &Plan<'_>, settings: &Settings<'_>, borrowed: &Borrowed, memory: &Memory) -> Result<Fd, EntryError> {
     let Plan { pid, agent, layout, .. } = plan;
     let word = |at: usize| memory.word(layout.page + at as u64);
     let late = |what: &str| EntryError::Busy(what.into());
@@ -529,17 +522,13 @@ fn begin(
             error: io::Error::from_raw_os_error(errno),
         });
     }
-    let taking = step("taking the agent's sockets (Linux 6.9 or newer)");
+    let taking = step("taking the agent's socket (Linux 6.9 or newer)");
     // The number that the kernel wrote is that of the program's own namespace of processes.
     let own = own_thread(*pid).unwrap_or(thread);
-    let sockets = [0, 4].map(|at| {
-        let fd = word(offset_of!(EntryPage, sockets) + at)?;
-        take_descriptor(own, fd as i32)
-    });
-    let [requests, children] = sockets;
-    let (requests, children) = (requests.map_err(&taking)?, children.map_err(&taking)?);
+    let fd = word(offset_of!(EntryPage, requests)).map_err(&taking)?;
+    let requests = take_descriptor(own, fd as i32).map_err(&taking)?;
     put(offset_of!(EntryPage, order), &order::TAKEN.to_ne_bytes())?;
-    Ok((requests, children))
+    Ok(requests)
 }
 
 /// The agent's first thread, by its name.

@@ -242,6 +242,11 @@ impl Uffd {
         link.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
     }
 
+    /// The descriptor, given away.
+    pub fn into_fd(self) -> Fd {
+        self.0
+    }
+
     /// The descriptor.
     pub const fn fd(&self) -> &Fd {
         &self.0

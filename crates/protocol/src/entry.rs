@@ -14,7 +14,7 @@ pub mod order {
     pub const WAIT: u32 = 0;
     /// Begin: the agent's code is there.
     pub const BEGIN: u32 = 1;
-    /// The entering process has the other ends of the agent's sockets.
+    /// The entering process has the other end of the agent's socket.
     pub const TAKEN: u32 = 2;
     /// End the thread and unmap everything: the entry failed.
     pub const GIVE_UP: u32 = 3;
@@ -24,7 +24,7 @@ pub mod order {
 
 /// How far the agent is, in [`EntryPage::stage`].
 pub mod stage {
-    /// Its sockets are open.
+    /// Its socket is open.
     pub const OPEN: u32 = 1;
     /// It cannot go on; [`EntryPage::error`](super::EntryPage::error) says why.
     pub const FAILED: u32 = 2;
@@ -44,8 +44,8 @@ pub struct EntryPage {
     pub stage: AtomicU32,
     /// Error number of the step that failed.
     pub error: AtomicI32,
-    /// The ends that the entering process takes: for requests, and for forked children.
-    pub sockets: [AtomicI32; 2],
+    /// The end of the agent's first connection that the entering process takes.
+    pub requests: AtomicI32,
     /// Bytes of the path in `socket`.
     pub socket_len: u32,
     /// Where everything of ours begins, and how long it is, stack and this page included.

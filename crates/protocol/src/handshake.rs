@@ -21,12 +21,13 @@ pub const HOLD_FEATURES: u64 = WATCH_FEATURES
     | uffd::FEATURE_MISSING_SHMEM
     | uffd::FEATURE_MINOR_SHMEM;
 
-/// Agent: sends `hello` with the agent's pagemap.
+/// Agent: sends `hello` with the agent's pagemap, and with the end of a socket by which forked children will come.
 ///
 /// # Errors
 /// As sendmsg(2).
-pub fn send_hello(socket: &Fd, hello: &Packet, pagemap: &Fd) -> Result<()> {
-    sock::send(socket, hello.bytes(), &[pagemap.raw()])
+pub fn send_hello(socket: &Fd, hello: &Packet, pagemap: &Fd, children: Option<&Fd>) -> Result<()> {
+    let fds = [Some(pagemap), children].map(|fd| fd.map_or(-1, Fd::raw));
+    sock::send(socket, hello.bytes(), &fds[..1 + usize::from(children.is_some())])
 }
 
 /// Daemon: answers a `Hello` with the channel and /dev/userfaultfd.

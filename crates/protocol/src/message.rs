@@ -30,7 +30,8 @@ pub const KEEPER_SUFFIX: &[u8] = b".keeper";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// Agent: begin a connection; `a` = flags, the domain's name in `text`. Carries the agent's pagemap.
+    /// Agent: begin a connection; `a` = flags, the domain's name in `text`. Carries the agent's pagemap, and with
+    /// [`HELLO_ATTACHED`] perhaps the end of a new socket for forked children.
     Hello = 1,
     /// Daemon: answer to `Hello`. Carries the channel and, if the daemon has one, /dev/userfaultfd.
     Welcome = 2,

@@ -11,6 +11,7 @@
 //! | `G` name: get the descriptors under the name | status + descriptors |
 //! | `D` name: drop its descriptors | status |
 //! | `L` name: list the names after it, or all | status + as many names as fit, each followed by a NUL |
+//! | `F` + a socket: serve the forked children that come from it | status |
 //! | `S` words of a command, each followed by a NUL: run it when this connection ends | status |
 //! | `Q`: quit | status |
 //!
@@ -51,11 +52,15 @@ fn to_io(errno: Errno) -> io::Error {
     io::Error::from_raw_os_error(errno.0)
 }
 
-/// Runs the keeper: listens at `path` and serves until a request to quit.
+/// Takes over a socket from which forked children come.
+pub type TakeSocket<'a> = &'a dyn Fn(Fd);
+
+/// Runs the keeper: listens at `path` and serves until a request to quit. Sockets of `F` go to `take_socket`; without it they
+/// are refused.
 ///
 /// # Errors
 /// Another keeper serves there (`AddrInUse`), or the socket fails.
-pub fn run(path: &Path) -> io::Result<()> {
+pub fn run(path: &Path, take_socket: Option<TakeSocket<'_>>) -> io::Result<()> {
     let name = path.as_os_str().as_bytes();
     let _ = pagefold_os::fd::raise_limit();
     // A socket of a dead keeper is replaced; a live keeper accepts the connection.
@@ -63,7 +68,7 @@ pub fn run(path: &Path) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::AddrInUse, "another keeper serves there"));
     }
     let _ = std::fs::remove_file(path);
-    let served = sock::listen(name).map_err(to_io).and_then(|listener| serve(&listener));
+    let served = sock::listen(name).map_err(to_io).and_then(|listener| serve(&listener, take_socket));
     let _ = std::fs::remove_file(path);
     served
 }
@@ -72,7 +77,7 @@ pub fn run(path: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// The listening socket fails. Errors of a peer end only its connection.
-pub fn serve(listener: &Fd) -> io::Result<()> {
+pub fn serve(listener: &Fd, take_socket: Option<TakeSocket<'_>>) -> io::Result<()> {
     // SAFETY: geteuid takes no arguments.
     let own_uid = unsafe { libc::geteuid() };
     let mut held: BTreeMap<Vec<u8>, Vec<Fd>> = BTreeMap::new();
@@ -92,7 +97,7 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
         let mut closed = Vec::new();
         for (index, ready) in polls[1..].iter().enumerate().filter(|(_, poll)| poll.revents != 0) {
             debug_assert_eq!(ready.fd, peers[index].raw());
-            match serve_request(&peers[index], &mut held, &mut supervision) {
+            match serve_request(&peers[index], &mut held, &mut supervision, take_socket) {
                 Ok(Served::More) => {}
                 Ok(Served::End) => return Ok(()),
                 Err(_) => {
@@ -182,6 +187,7 @@ fn serve_request(
     peer: &Fd,
     held: &mut BTreeMap<Vec<u8>, Vec<Fd>>,
     supervision: &mut Supervision,
+    take_socket: Option<TakeSocket<'_>>,
 ) -> raw::Result<Served> {
     let mut packet = [0; COMMAND_BYTES_MAX];
     let (len, mut came) = sock::receive(peer, &mut packet, libc::MSG_DONTWAIT)?;
@@ -211,6 +217,17 @@ fn serve_request(
             }
             held.insert(name.to_vec(), (0..came.len()).filter_map(|index| came.take(index)).collect());
             sock::send(peer, &status(0), &[])?;
+        }
+        b'F' => {
+            let errno = match (came.take(0), take_socket) {
+                (Some(socket), Some(take)) => {
+                    take(socket);
+                    0
+                }
+                _ if came.is_cut() => libc::EMFILE,
+                _ => libc::EINVAL,
+            };
+            sock::send(peer, &status(errno), &[])?;
         }
         b'G' => match held.get(name) {
             Some(fds) => sock::send(peer, &status(0), &fds.iter().map(Fd::raw).collect::<Vec<_>>())?,
@@ -390,6 +407,14 @@ impl Keeper {
         self.ask_packet(&packet, &[], &mut [0]).map(drop)
     }
 
+    /// Has the keeper serve the forked children that come from `socket`.
+    ///
+    /// # Errors
+    /// `EINVAL` from a keeper that serves none; `EMFILE` if it has no descriptor left; the keeper has died.
+    pub fn serve_children(&self, socket: &Fd) -> io::Result<()> {
+        self.ask(b'F', "", &[socket.raw()], &mut [0]).map(drop)
+    }
+
     /// Ends the keeper, which closes its descriptors.
     ///
     /// # Errors
@@ -473,7 +498,7 @@ mod tests {
     #[test]
     fn more_names_than_fit_in_one_reply_are_listed_in_order() {
         with_keeper(
-            |listener| serve(&listener).unwrap(),
+            |listener| serve(&listener, None).unwrap(),
             |keeper| {
                 let memory = pagefold_os::memfd::create(c"kept", 4096).unwrap();
                 let names: Vec<String> = (0..NAMES_MAX).map(|number| format!("{number:0>100}")).collect();

@@ -1,38 +1,49 @@
-//! Children that the program forks while it is merged. No agent is in them, so the daemon answers for their memory, and while
-//! there is no daemon the agent of their parent does.
+//! Children that the program forks while it is merged. No agent is in them, so the keeper answers for their memory, or the daemon if it
+//! has no keeper. While neither is there the agent of their parent holds their descriptors: the children wait rather than read
+//! old bytes.
 
-use core::cell::UnsafeCell;
-use core::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicI32, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::sock;
 use pagefold_os::uffd::Uffd;
-use pagefold_protocol::forked_memory::{ForkedMemory, fill};
+use pagefold_protocol::forked_memory::fill;
 use pagefold_protocol::message::{Op, Packet};
 
-/// Children that the agent answers for at most. A child beyond them waits at its first discard until the daemon is back.
-pub(crate) const CHILDREN_MAX: usize = 32;
+/// Children that wait for a keeper at most; with as many descriptors most programs have no other left.
+const WAITING_MAX: usize = 1024;
+/// How long a keeper may take to make room for a child, in milliseconds.
+const SEND_MS: u64 = 100;
 
-/// Where the daemon takes children over; -1 if it is gone.
+/// Where children go; -1 if nobody takes them.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
+/// Descriptors of children that wait, -1 in free places. Only the agent's first thread reads the events of forks, and connects.
+static WAITING: [AtomicI32; WAITING_MAX] = [const { AtomicI32::new(-1) }; WAITING_MAX];
 
-struct Kept(UnsafeCell<[Option<ForkedMemory>; CHILDREN_MAX]>);
-
-// SAFETY: only the agent's first thread, which reads the events of forks, reaches the children.
-unsafe impl Sync for Kept {}
-
-static KEPT: Kept = Kept(UnsafeCell::new([const { None }; CHILDREN_MAX]));
-/// Children in `KEPT`.
-static COUNT: AtomicUsize = AtomicUsize::new(0);
-
-/// Children go to `socket` from now on.
-pub(crate) fn begin(socket: Fd) {
-    SOCKET.store(socket.into_raw(), Ordering::Relaxed);
+/// A socket for children, both ends, if the one there was leads nowhere any more.
+pub(crate) fn new_socket() -> pagefold_os::raw::Result<Option<(Fd, Fd)>> {
+    let mut poll = [libc::pollfd { fd: SOCKET.load(Ordering::Relaxed), events: 0, revents: 0 }];
+    if poll[0].fd >= 0 && pagefold_os::fd::poll(&mut poll, 0) == Ok(0) {
+        return Ok(None);
+    }
+    let (ours, theirs) = sock::pair()?;
+    sock::set_timeout(&ours, SEND_MS)?;
+    Ok(Some((ours, theirs)))
 }
 
-#[allow(clippy::mut_from_ref)]
-fn kept() -> &'static mut [Option<ForkedMemory>; CHILDREN_MAX] {
-    // SAFETY: only the agent's first thread calls this, and no caller keeps the reference while another is made.
-    unsafe { &mut *KEPT.0.get() }
+/// Children go to `socket` from now on, those that wait first.
+pub(crate) fn begin(socket: Fd) {
+    let before = SOCKET.swap(socket.into_raw(), Ordering::Relaxed);
+    if before >= 0 {
+        // SAFETY: this module owned it, and nothing uses it any more.
+        drop(unsafe { Fd::from_raw(before) });
+    }
+    for place in &WAITING {
+        let fd = place.swap(-1, Ordering::Relaxed);
+        if fd >= 0 {
+            // SAFETY: the place owned it.
+            hand_over(Uffd::from_fd(unsafe { Fd::from_raw(fd) }));
+        }
+    }
 }
 
 /// Takes charge of a child that was just forked; `fd` is the descriptor that the kernel made for it. What its parent had discarded
@@ -53,46 +64,8 @@ fn hand_over(child: Uffd) {
             return;
         }
     }
-    match kept().iter_mut().find(|place| place.is_none()) {
-        Some(place) => {
-            *place = Some(ForkedMemory::new(child));
-            COUNT.fetch_add(1, Ordering::Relaxed);
-        }
-        // Closing it would let the child read old bytes.
-        None => core::mem::forget(child),
-    }
-}
-
-/// The descriptors to wait for, in the first places of `polls`; returns how many.
-pub(crate) fn fds(polls: &mut [libc::pollfd]) -> usize {
-    if COUNT.load(Ordering::Relaxed) == 0 {
-        return 0;
-    }
-    let mut count = 0;
-    for (poll, child) in polls.iter_mut().zip(kept().iter().flatten()) {
-        *poll = libc::pollfd { fd: child.uffd().fd().raw(), events: libc::POLLIN, revents: 0 };
-        count += 1;
-    }
-    count
-}
-
-/// Answers what waits in the children, and forgets those that have ended.
-pub(crate) fn serve() {
-    if COUNT.load(Ordering::Relaxed) == 0 {
-        return;
-    }
-    for index in 0..CHILDREN_MAX {
-        let mut born: [Option<Uffd>; 8] = [const { None }; 8];
-        let place = &mut kept()[index];
-        let Some(child) = place else { continue };
-        child.serve(|uffd| match born.iter_mut().find(|place| place.is_none()) {
-            Some(place) => *place = Some(uffd),
-            None => core::mem::forget(uffd),
-        });
-        if !child.uffd().is_alive() {
-            *place = None;
-            COUNT.fetch_sub(1, Ordering::Relaxed);
-        }
-        born.into_iter().flatten().for_each(hand_over);
-    }
+    // Closing it would let the child read old bytes.
+    let fd = child.into_fd().into_raw();
+    let free = WAITING.iter().find(|place| place.load(Ordering::Relaxed) < 0);
+    free.iter().for_each(|place| place.store(fd, Ordering::Relaxed));
 }

@@ -6,15 +6,13 @@
 //! because the daemon stops all of them for the length of that request. What the program said about its memory the kernel tells
 //! ([`vm_flags`](crate::address_space::vm_flags)).
 //!
-//! [`entered`](crate::entered) is where the thread begins; `children` serves forked children until the daemon does; `c_functions` stands
+//! [`entered`](crate::entered) is where the thread begins; `children` hands forked children to the keeper; `c_functions` stands
 //! in for the C library.
 
 mod c_functions;
 mod children;
 
-pub(crate) use children::{
-    CHILDREN_MAX, adopt_child, begin as begin_children, fds as child_fds, serve as serve_children,
-};
+pub(crate) use children::{adopt_child, begin as begin_children, new_socket as new_socket_for_children};
 
 use crate::owned_ranges::{self, Owned};
 use crate::runtime::thread::exit_thread;

@@ -48,7 +48,7 @@ fn greet(socket: Fd, cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core:
     hello.text = *read_settings().1;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, ANSWER_MS)?;
-    send_hello(&socket, &hello, &pagemap)?;
+    send_hello(&socket, &hello, &pagemap, None)?;
     drop(pagemap);
     wait_for_answer(&socket, phase, -1, || ())?;
     let mut fds = receive_welcome(&socket)?;

@@ -78,7 +78,15 @@ fn open_files() -> Result<(Fd, Maps)> {
 #[cfg(feature = "attached")]
 pub(super) use crate::attached::is_asked_to_leave;
 #[cfg(feature = "attached")]
-use crate::attached::{take_hold as given_hold, take_socket as given_socket};
+use crate::attached::{begin_children, new_socket_for_children, take_hold as given_hold, take_socket as given_socket};
+
+#[cfg(not(feature = "attached"))]
+const fn new_socket_for_children() -> Result<Option<(Fd, Fd)>> {
+    Ok(None)
+}
+
+#[cfg(not(feature = "attached"))]
+fn begin_children(_: Fd) {}
 
 #[cfg(not(feature = "attached"))]
 pub(super) const fn is_asked_to_leave() -> bool {
@@ -115,7 +123,8 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     hello.text = *domain;
     let files = open_files()?;
     sock::set_timeout(&socket, ANSWER_MS)?;
-    send_hello(&socket, &hello, &files.0)?;
+    let children = new_socket_for_children()?;
+    send_hello(&socket, &hello, &files.0, children.as_ref().map(|(_, theirs)| theirs))?;
     let hold = left.as_ref().map_or(-1, |agent| agent.hold.fd().raw());
     wait_for_answer(&socket, &SHARED.phase, hold, || left.iter().for_each(Agent::serve_alone))?;
     let mut fds = receive_welcome(&socket)?;
@@ -131,6 +140,10 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
                 // Its hold is the one that merged ranges hang on.
                 *left = Some(agent);
                 return Err(errno);
+            }
+            // The daemon has passed on the other end before it sent its welcome.
+            if let Some((ours, _)) = children {
+                begin_children(ours);
             }
             Ok((agent, socket))
         }

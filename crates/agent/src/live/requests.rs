@@ -32,20 +32,6 @@ const BUSY_NS: u64 = 3_000_000_000;
 /// How often the mappings of a program are listed anew of which the agent sees no call.
 const LIST_NS: u64 = 5_000_000_000;
 
-#[cfg(feature = "attached")]
-use crate::attached::{CHILDREN_MAX, child_fds, serve_children};
-
-#[cfg(not(feature = "attached"))]
-const CHILDREN_MAX: usize = 0;
-
-#[cfg(not(feature = "attached"))]
-const fn child_fds(_: &mut [libc::pollfd]) -> usize {
-    0
-}
-
-#[cfg(not(feature = "attached"))]
-const fn serve_children() {}
-
 impl Agent {
     /// Answers requests until the daemon is gone or we are asked to leave.
     pub(super) fn serve(&mut self, socket: &Fd) -> Result<()> {
@@ -66,11 +52,9 @@ impl Agent {
                 SHARED.changed();
             }
             let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
-            let mut polls = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2 + CHILDREN_MAX];
+            let mut polls = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
             (polls[0].fd, polls[1].fd) = (socket.raw(), self.hold.fd().raw());
-            let count = 2 + child_fds(&mut polls[2..]);
-            let ready = pagefold_os::fd::poll(&mut polls[..count], pause_ms)?;
-            serve_children();
+            let ready = pagefold_os::fd::poll(&mut polls, pause_ms)?;
             let generation = SHARED.generation.load(Ordering::Acquire);
             self.counters().generation.store(generation, Ordering::Release);
             if ready != 0 || generation != told {

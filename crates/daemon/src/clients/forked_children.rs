@@ -2,6 +2,9 @@
 //!
 //! The agent of the parent sends each child's userfaultfd before the child runs. The thread keeps it until the child's memory is
 //! gone: it ends with the child, or when the child becomes another program.
+//!
+//! The thread is the keeper's, because what a child has discarded is known nowhere else: a daemon may be killed and replaced while the
+//! child lives. A daemon without a keeper has such a thread of its own.
 
 use crate::clients::connection::drop_aside;
 use pagefold_os::fd::{self, Fd};
@@ -10,50 +13,72 @@ use pagefold_os::sync::lock;
 use pagefold_os::uffd::Uffd;
 use pagefold_os::wait::Bell;
 use pagefold_protocol::forked_memory::ForkedMemory;
-use pagefold_protocol::message::{Op, Packet};
-use std::sync::{Arc, Mutex, Once};
-use std::thread;
+use pagefold_protocol::message::Packet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
 
 /// How often the thread looks for children that have ended.
 const LOOK_MS: i32 = 1000;
-/// Most children at a time: each has a descriptor here.
-const CHILDREN_MAX: usize = 4096;
 
 /// The thread that answers, and what it is to take over.
-pub(crate) struct ForkedChildren {
+#[derive(Debug)]
+pub struct ForkedChildren {
     /// Sockets of agents that are new.
     inbox: Mutex<Vec<Fd>>,
     wake: Bell,
-    begun: Once,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// No further socket comes.
+    is_ending: AtomicBool,
 }
 
 impl ForkedChildren {
-    pub(crate) fn new() -> Arc<ForkedChildren> {
+    /// Without a thread: that begins with the first socket.
+    ///
+    /// # Panics
+    /// There is no descriptor left.
+    pub fn new() -> Arc<ForkedChildren> {
         Arc::new(ForkedChildren {
             inbox: Mutex::default(),
             wake: Bell::new().expect("the first descriptors are there"),
-            begun: Once::new(),
+            thread: Mutex::default(),
+            is_ending: AtomicBool::new(false),
         })
     }
 
     /// Takes over the children that come from `socket`, an agent's.
-    pub(crate) fn take(self: &Arc<ForkedChildren>, socket: Fd) {
+    pub fn take(self: &Arc<ForkedChildren>, socket: Fd) {
         lock(&self.inbox).push(socket);
-        self.begun.call_once(|| {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
             let children = self.clone();
-            let _ = thread::Builder::new().name("children".into()).stack_size(256 << 10).spawn(move || children.run());
-        });
+            let begun = thread::Builder::new().name("children".into()).stack_size(256 << 10);
+            *thread = begun.spawn(move || children.run()).ok();
+        }
         self.wake.ring();
     }
 
+    /// Returns once no agent can send a child any more, and all that came have ended.
+    pub fn wait_for_end(&self) {
+        self.is_ending.store(true, Ordering::Release);
+        self.wake.ring();
+        let thread = lock(&self.thread).take();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+
     fn run(&self) {
+        // Each child has a descriptor, and so has a child of its that waits to be taken over. Beyond that agents keep theirs.
+        let most = pagefold_os::fd::limit().unwrap_or(1024) as usize / 2;
         let mut sockets: Vec<Fd> = Vec::new();
         let mut children: Vec<Box<ForkedMemory>> = Vec::new();
         loop {
             let mut polls = vec![libc::pollfd { fd: self.wake.fd().raw(), events: libc::POLLIN, revents: 0 }];
-            let readable = |fd: &Fd| libc::pollfd { fd: fd.raw(), events: libc::POLLIN, revents: 0 };
-            polls.extend(sockets.iter().map(readable));
-            polls.extend(children.iter().map(|child| readable(child.uffd().fd())));
+            let readable = |fd: i32| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+            let has_room = children.len() < most;
+            polls.extend(sockets.iter().map(|socket| readable(if has_room { socket.raw() } else { -1 })));
+            polls.extend(children.iter().map(|child| readable(child.uffd().fd().raw())));
             // Without children only a socket or the wakeup can bring anything.
             let _ = fd::poll(&mut polls, if children.is_empty() { -1 } else { LOOK_MS });
             let (of_sockets, of_children) = polls[1..].split_at(sockets.len());
@@ -62,36 +87,36 @@ impl ForkedChildren {
                 child.serve(|uffd| born.push(uffd));
             }
             for index in (0..sockets.len()).rev() {
-                if of_sockets[index].revents != 0 && !receive(&sockets[index], &mut born) {
+                let room = most.saturating_sub(children.len() + born.len());
+                if of_sockets[index].revents != 0 && !receive(&sockets[index], room, &mut born) {
                     drop_aside(sockets.swap_remove(index));
                 }
             }
             children.retain(|child| child.uffd().is_alive());
-            let room = CHILDREN_MAX.saturating_sub(children.len());
-            children.extend(born.into_iter().take(room).map(|uffd| Box::new(ForkedMemory::new(uffd))));
+            children.extend(born.into_iter().map(|uffd| Box::new(ForkedMemory::new(uffd))));
             if polls[0].revents != 0 {
                 self.wake.hush();
             }
+            let is_ending = self.is_ending.load(Ordering::Acquire);
             sockets.append(&mut lock(&self.inbox));
+            if is_ending && sockets.is_empty() && children.is_empty() {
+                return;
+            }
         }
     }
 }
 
-/// Receives what `socket` brings; false if it brings nothing any more.
-fn receive(socket: &Fd, born: &mut Vec<Uffd>) -> bool {
+/// Receives what `socket` brings, `room` children at most; false if it brings nothing any more.
+///
+/// Whatever an agent of another version says of a child, its descriptor is kept: without it the child would read old bytes.
+fn receive(socket: &Fd, room: usize, born: &mut Vec<Uffd>) -> bool {
     let mut buffer = [0; size_of::<Packet>()];
-    loop {
+    for _ in 0..room {
         match sock::receive(socket, &mut buffer, libc::MSG_DONTWAIT) {
-            Ok((got, mut fds)) if got > 0 => {
-                let is_child = Packet::parse(&buffer[..got]).is_some_and(|packet| packet.op == Op::ForkedChild as u32);
-                let uffd = fds.take(0).map(Uffd::from_fd).filter(Uffd::is_one);
-                match uffd.filter(|_| is_child) {
-                    Some(uffd) => born.push(uffd),
-                    None => return false,
-                }
-            }
+            Ok((got, mut fds)) if got > 0 => born.extend(fds.take(0).map(Uffd::from_fd).filter(Uffd::is_one)),
             Err(errno) if errno.0 == libc::EAGAIN => return true,
             _ => return false,
         }
     }
+    true
 }

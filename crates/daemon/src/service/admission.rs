@@ -4,6 +4,7 @@ use crate::clients::connection::Connection;
 use crate::clients::domains::wake;
 use crate::clients::handshake::GreetError;
 use crate::clients::merge_client::MergeClient;
+use crate::cold::handover::keeper::leave_children;
 use crate::cold::handshake;
 use crate::memory_limits::{self, CLIENT_BYTES};
 use crate::service::control;
@@ -37,7 +38,7 @@ pub(crate) fn admit(daemon: &Daemon, socket: Fd) {
     }
 }
 
-fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, fds: sock::Fds) {
+fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, mut fds: sock::Fds) {
     let Ok(cred) = sock::peer(&socket) else { return };
     let text: Vec<u8> = hello.text.iter().copied().take_while(|byte| *byte != 0).collect();
     // Lossy decoding could make one name of two, and the clients of a domain trust each other.
@@ -60,6 +61,12 @@ fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, fds: sock::Fds) {
     }
     if !memory_limits::own().has(CLIENT_BYTES) {
         return daemon.refusals.note(cred.pid, OUT_OF_MEMORY.into());
+    }
+    // Before the welcome: from then on the agent uses the other end.
+    if let Some(children) = fds.take(1)
+        && let Err(children) = leave_children(&daemon.cold, children)
+    {
+        daemon.forked_children.take(children);
     }
     let connection = Arc::new(Connection::from(socket));
     let client = match MergeClient::greet(connection.clone(), hello, fds, daemon.userfault_device.as_ref()) {

@@ -38,10 +38,8 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, asker: u32) -> Res
     }
     let agent = Image::parse(daemon.config.attached_agent).map_err(|error| error.to_string())?;
     let settings = Settings { socket: daemon.config.socket.as_os_str().as_bytes(), domain };
-    let Entered { requests, children, still } =
-        enter::enter(pid, &agent, &settings).map_err(|error| error.to_string())?;
+    let Entered { requests, still } = enter::enter(pid, &agent, &settings).map_err(|error| error.to_string())?;
     enable(&requests, daemon.userfault_device.as_ref())?;
-    daemon.forked_children.take(children);
     // Its greeting is on its way.
     admission::admit(daemon, requests);
     if is_client(daemon, pid) {

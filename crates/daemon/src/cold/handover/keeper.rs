@@ -3,9 +3,12 @@
 //! A tier leaves its arena and its file there, a client its userfaultfd, table and page map, each under a name that tells a
 //! successor what they belong to. The service manager, if there is one, is left the same. A keeper that has ended is replaced
 //! with the next greeting, and the new one is given everything.
+//!
+//! It also answers for the memory of children that attached programs fork.
 
 use super::deposit::{deposit_arena, deposit_client};
 use crate::cold::tiers::Tiers;
+use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_tier::keeper::Keeper;
 use std::io;
@@ -52,6 +55,18 @@ pub(crate) fn ensure_keeper(tiers: &Tiers) {
     tiers.pending_children.deposit(keeper);
 }
 
+/// Leaves the forked children that come from `socket` to the keeper.
+///
+/// # Errors
+/// The socket, if there is no keeper, or none that serves children.
+pub(crate) fn leave_children(tiers: &Tiers, socket: Fd) -> Result<(), Fd> {
+    ensure_keeper(tiers);
+    match lock(&tiers.keeper).as_ref() {
+        Some(keeper) if keeper.serve_children(&socket).is_ok() => Ok(()),
+        _ => Err(socket),
+    }
+}
+
 /// False if the keeper has ended. A keeper that answers slowly, or cannot list all its names, still holds everything, and would
 /// start a daemon if this connection ended.
 fn lives(keeper: &Keeper) -> bool {
@@ -63,7 +78,6 @@ fn lives(keeper: &Keeper) -> bool {
 pub(crate) mod tests {
     use super::*;
     use crate::cold::config::Config;
-    use pagefold_os::fd::Fd;
     use pagefold_os::sock;
     use std::os::unix::ffi::OsStrExt;
 
