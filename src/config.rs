@@ -36,7 +36,7 @@ struct Section {
 const SHARED: &[&str] = &["socket"];
 
 const SECTIONS: &[Section] = &[
-    Section { name: "daemon", command: &["daemon"], not_keys: &[] },
+    Section { name: "daemon", command: &["daemon"], not_keys: &["replace"] },
     Section { name: "run", command: &["run"], not_keys: &[] },
     // A mount in the background is a second call of the same command, in the foreground.
     Section { name: "disk", command: &["disk", "mount"], not_keys: &["background", "nbd", "json"] },

@@ -1,4 +1,5 @@
-//! The tutorial keeps its word: every block of docs/tutorial.md runs, in order, and prints what the page shows.
+//! Tutorial and README keep their word: every block of docs/tutorial.md runs, in order, and prints what the page shows; the
+//! README's block of first commands runs in one terminal.
 
 mod common;
 
@@ -193,4 +194,77 @@ fn the_tutorial_runs_as_it_is_written() {
             said.join("\n")
         );
     }
+}
+
+/// The block of commands under "Use it".
+fn first_commands() -> String {
+    let (_, after) = include_str!("../README.md").split_once("\n## Use it\n\n```sh\n").expect("README has the block");
+    after.split_once("\n```").expect("a fence is closed").0.to_owned()
+}
+
+/// Programs of the block that this test brings along: nothing is installed, and the server is any program with memory.
+fn stand_ins(dir: &Path, python: &str) {
+    let server =
+        format!("exec {python} -c 'import time; m = bytes(64 << 20).replace(b\"\\0\", b\"r\"); time.sleep(600)'\n");
+    for (name, text) in [("cargo", "exit 0\n"), ("redis-server", server.as_str())] {
+        let path = dir.join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{text}")).expect("a file");
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("a mode");
+    }
+}
+
+#[test]
+fn the_readmes_first_commands_work_in_one_terminal() {
+    let Some(python) = common::python().filter(|_| can_merge()) else { return };
+    if std::net::TcpListener::bind("127.0.0.1:9200").is_err() {
+        return skipped("127.0.0.1:9200 is taken, and the README's page is there");
+    }
+    let scratch = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let bin = scratch.path().join("bin");
+    std::fs::create_dir(&bin).expect("a directory");
+    stand_ins(&bin, python);
+    let tools = Path::new(TOOL).parent().expect("it lies somewhere").display().to_string();
+    let path = format!("{}:{tools}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
+    let with_environment = |command: &mut Command| {
+        command.env("PATH", &path).env("PAGEFOLD_RUNTIME_DIR", scratch.path().join("run"));
+        command.env("PAGEFOLD_STORE", scratch.path().join("no-store")).env("PAGEFOLD_CONFIG", "none");
+        command.env("TERM", "xterm-256color").current_dir(scratch.path());
+    };
+    let (keyboard, terminal) = common::terminal::open();
+    let mut bash = Command::new("bash");
+    bash.args(["-c", &format!("set -e\n{}", first_commands())]).process_group(0);
+    with_environment(&mut bash);
+    bash.stdin(terminal()).stdout(terminal()).stderr(terminal());
+    let mut running = bash.spawn().expect("bash starts");
+    // It holds the terminal open.
+    drop(bash);
+    let cleanup = Cleanup { dir: scratch.path(), group: running.id() as i32 };
+    let shown = common::read_all(keyboard.try_clone().expect("a copy"));
+    let mut keys = keyboard;
+    // `top` is the only command that reads keys.
+    let ended = common::comes(300, || {
+        let _ = std::io::Write::write_all(&mut keys, b"q");
+        running.try_wait().expect("it is ours").is_some()
+    });
+    let status = ended.then(|| running.wait().expect("it has ended"));
+    let is_up = common::comes(60, || std::net::TcpStream::connect("127.0.0.1:9200").is_ok());
+    let clients = || {
+        let mut tool = Command::new(TOOL);
+        with_environment(tool.args(["status", "--json"]));
+        let said: Option<serde_json::Value> =
+            serde_json::from_slice(&tool.output().expect("the tool runs").stdout).ok();
+        said.and_then(|said| said["clients"].as_array().map(Vec::len))
+    };
+    let are_clients = common::comes(60, || clients() == Some(2));
+    let mut tool = Command::new(TOOL);
+    with_environment(tool.arg("stop"));
+    let stopped = tool.output().expect("the tool runs");
+    drop((cleanup, keys, terminal));
+    let shown = shown.join().expect("its output");
+    assert!(status.is_some_and(|status| status.success()) && is_up, "{status:?}, page {is_up}:\n{shown}");
+    assert!(are_clients, "{:?} clients:\n{shown}", clients());
+    for line in ["listens at", "page at http://127.0.0.1:9200/"] {
+        assert!(shown.contains(line), "no {line:?} in\n{shown}");
+    }
+    assert!(stopped.status.success(), "{}", String::from_utf8_lossy(&stopped.stderr));
 }

@@ -263,6 +263,7 @@ fn a_daemon_with_clients_and_a_mount() {
     if mounted {
         assert!(tool.output(&["disk", "umount", "shown"]).status.success());
     }
+    check("pagefold stop", &tool.json(&["stop", "--json", "--socket", &socket]));
     let demo = ["demo", "--json", "--no-ksm", "--processes", "2", "--size", "4M"];
     check("pagefold demo", &tool.json(&demo));
 }

@@ -4,7 +4,6 @@
 mod common;
 
 use common::Reaped;
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcgetattr, tcsetwinsize};
 use std::fs::File;
 use std::io::{Read, Write};
@@ -37,15 +36,7 @@ const START: (u16, u16) = (24, 80);
 
 impl Window {
     fn open(socket: &Path, color: bool) -> Window {
-        let keyboard =
-            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pseudo-terminal");
-        grantpt(&keyboard).expect("grantpt");
-        unlockpt(&keyboard).expect("unlockpt");
-        resize(&keyboard, START);
-        let name = ptsname(&keyboard, Vec::new()).expect("its name");
-        let open = || {
-            File::options().read(true).write(true).open(name.to_str().expect("a name in ASCII")).expect("the terminal")
-        };
+        let (keys, open) = common::terminal::open();
         let mut command = pagefold();
         command.args(["top", "--interval", "100ms", "--socket"]).arg(socket).env("TERM", "xterm-256color");
         command.stdin(open()).stdout(open()).stderr(open()).process_group(0);
@@ -56,7 +47,7 @@ impl Window {
         }
         let top = Reaped(command.spawn().expect("top starts"));
         let screen = Arc::new(Mutex::new(vt100::Parser::new(START.0, START.1, 0)));
-        let keys = File::from(keyboard.try_clone().expect("a copy"));
+        let keyboard = OwnedFd::from(keys.try_clone().expect("a copy"));
         let mut output = keys.try_clone().expect("a copy");
         let (written, closing) = (screen.clone(), Arc::new(AtomicBool::new(false)));
         let raw = Arc::new(Mutex::new(Vec::new()));

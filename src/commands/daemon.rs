@@ -1,5 +1,6 @@
 //! `pagefold daemon`: serves clients until told to stop.
 
+use super::stop;
 use crate::error::Error;
 use crate::note;
 use crate::{args, attach_rules, config, daemon_client, units};
@@ -7,10 +8,11 @@ use pagefold_daemon::http::Place;
 use pagefold_daemon::{AttachRule, Config, Daemon, VMA_BUDGET_MAX, cold};
 use pagefold_os::procfs;
 use pagefold_os::wait::Bell;
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::OnceLock;
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 /// Serve clients; `pagefold run` starts a daemon if none runs
 #[derive(clap::Args)]
@@ -20,12 +22,14 @@ Examples:
   pagefold daemon --workers 4 --scan-interval 5s --pool-max 16G
   pagefold daemon --metrics 127.0.0.1:9199
   pagefold daemon --web 127.0.0.1:9200   then open http://127.0.0.1:9200/
+  pagefold daemon --replace --web 127.0.0.1:9200   where a daemon runs already
   systemctl enable --now pagefold        (with the package's unit)
 
 From another machine: ssh -L 9200:127.0.0.1:9200 HOST, then the same address.
 
 The daemon may be killed at any time: clients keep their merged pages and connect to the next
-daemon. A small process, pagefold keeper, holds the cold tier and starts the next daemon.")]
+daemon. A small process, pagefold keeper, holds the cold tier and starts the next daemon.
+pagefold stop ends daemon and keeper.")]
 pub struct Args {
     /// Where to listen [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
@@ -87,6 +91,9 @@ pub struct Args {
     /// On an orderly stop, leave cold pages with the keeper for the next daemon (upgrades)
     #[arg(long)]
     keep_cold_on_exit: bool,
+    /// Stop the daemon that listens there and take its place; clients keep merged and cold pages
+    #[arg(long)]
+    replace: bool,
     /// Start no keeper: cold pages die with this daemon (for measurements)
     #[arg(long, hide = true)]
     no_keeper: bool,
@@ -174,6 +181,9 @@ fn address(text: &str) -> Result<Setting<String>, String> {
 /// How long a daemon that `run` started stays without clients.
 const ON_DEMAND_IDLE: Duration = Duration::from_secs(60);
 
+/// Pause before another try to take a running daemon's place.
+const RETRY: Duration = Duration::from_millis(20);
+
 static STOP: OnceLock<Bell> = OnceLock::new();
 
 extern "C" fn on_signal(_: libc::c_int) {
@@ -199,6 +209,13 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             args.tier_dir.display()
         );
     }
+    // Of its own services systemd starts the next one itself. A successor finds no daemon that it could replace.
+    let successor: Vec<OsString> = match own_service() {
+        Some(_) => Vec::new(),
+        None => std::iter::once(program.clone())
+            .chain(config::arguments().into_iter().filter(|word| word != "--replace"))
+            .collect(),
+    };
     let daemon = Daemon::new(Config {
         socket: socket.clone(),
         workers: args.workers.0.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get().min(8))),
@@ -208,6 +225,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         idle_priority: args.priority == Priority::Idle,
         idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
         on_demand: args.on_demand,
+        service: own_service(),
         metrics: args.metrics.0,
         web: args.web.0,
         attached_agent: daemon_client::ATTACHED_AGENT,
@@ -221,12 +239,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             tick: args.cold_scan_interval,
             idle_min: args.cold_idle,
             automatic: args.cold_policy == ColdPolicy::Auto,
-            keeper: (!args.no_keeper).then(|| vec![program.clone(), "keeper".into()]),
-            // Of its own services systemd starts the next one itself.
-            successor: match std::env::var("SYSTEMD_EXEC_PID") {
-                Ok(pid) if pid == std::process::id().to_string() => Vec::new(),
-                _ => std::iter::once(program).chain(config::arguments()).collect(),
-            },
+            keeper: (!args.no_keeper).then(|| vec![program, "keeper".into()]),
+            successor: successor.clone(),
             hand_over: args.keep_cold_on_exit,
             keep_awake: !args.allow_idle_states,
             ..cold::Config::default()
@@ -247,19 +261,85 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         while pagefold_os::fd::poll(&mut polls, -1) != Ok(1) {}
         watch.stop();
     });
-    pagefold_daemon::run(&daemon).map_err(|error| {
-        if args.on_demand && error.kind() == std::io::ErrorKind::AddrInUse {
-            daemon_client::tell_gave_way();
+    let to_supervise: &[OsString] = if args.no_keeper { &[] } else { &successor };
+    let ran = if args.replace { replace(&daemon, &socket, to_supervise)? } else { pagefold_daemon::run(&daemon) };
+    // The command that started this daemon may not have asked it yet.
+    if args.on_demand && ran.as_ref().err().is_none_or(|error| error.kind() == std::io::ErrorKind::AddrInUse) {
+        daemon_client::tell_gave_way();
+    }
+    ran.map_err(|error| {
+        if is_taken(&error) {
+            let named = args.socket.map_or(String::new(), |path| format!(" --socket {}", path.display()));
+            return format!(
+                "{error}; this command with --replace takes its place, pagefold stop{named} ends it; clients keep merged pages"
+            );
         }
-        let is_taken = error.kind() == std::io::ErrorKind::AddrInUse && error.to_string().contains("a daemon listens");
-        let hint =
-            if is_taken { "; stop it with kill PID (`pagefold status --json` tells); clients stay merged" } else { "" };
-        format!("daemon at {}: {error}{hint}", socket.display())
+        format!("daemon at {}: {error}", socket.display())
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// True if another daemon has the socket; an address for metrics or the page may be taken as well.
+fn is_taken(error: &std::io::Error) -> bool {
+    error.kind() == std::io::ErrorKind::AddrInUse && error.to_string().contains("a daemon listens")
+}
+
+/// Stops the daemon at `socket`, and runs `daemon` in its place. A daemon that a program starts at the same time may take the place
+/// first: it is replaced too.
+fn replace(daemon: &Arc<Daemon>, socket: &Path, successor: &[OsString]) -> Result<std::io::Result<()>, Error> {
+    let end = Instant::now() + daemon_client::DAEMON_START_MAX;
+    loop {
+        // Lives until the new daemon has ended: the keeper starts a daemon when this connection ends before it listens.
+        let _keeper = stop::make_way(socket, successor)?;
+        match pagefold_daemon::run(daemon) {
+            Err(error) if is_taken(&error) && Instant::now() < end => std::thread::sleep(RETRY),
+            ran => return Ok(ran),
+        }
+    }
+}
+
+/// How systemctl names the service that this process is; `None` if systemd did not start this very process.
+fn own_service() -> Option<String> {
+    std::env::var("SYSTEMD_EXEC_PID").ok().filter(|pid| *pid == std::process::id().to_string())?;
+    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    Some(service_of(&groups))
+}
+
+/// The service at the end of a process's control group, as systemctl names it.
+fn service_of(groups: &str) -> String {
+    // Version 2 has one line; of version 1 systemd uses the hierarchy with its name.
+    let line = groups.lines().find(|line| line.starts_with("0::/") || line.contains(":name=systemd:"));
+    let names = line.and_then(|line| line.rsplit(':').next()).unwrap_or_default().split('/');
+    let services: Vec<&str> = names.filter(|name| name.ends_with(".service")).collect();
+    match services[..] {
+        [manager, .., unit] if manager.starts_with("user@") => format!("--user {unit}"),
+        [.., unit] => unit.to_owned(),
+        [] => "pagefold.service".to_owned(),
+    }
 }
 
 fn more_metrics(out: &mut String) {
     pagefold_disk::metrics::render(&crate::remote_status::disks(), out);
     crate::remote_status::render_images(out);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::service_of;
+
+    #[test]
+    fn a_service_is_named_as_systemctl_names_it() {
+        for (groups, name) in [
+            ("0::/system.slice/pagefold.service\n", "pagefold.service"),
+            ("0::/system.slice/system-pagefold.slice/pagefold@kvm.service\n", "pagefold@kvm.service"),
+            (
+                "0::/user.slice/user-7.slice/user@7.service/app.slice/pagefold-user.service\n",
+                "--user pagefold-user.service",
+            ),
+            ("4:cpu:/x.service\n1:name=systemd:/system.slice/pagefold.service\n", "pagefold.service"),
+            ("", "pagefold.service"),
+        ] {
+            assert_eq!(service_of(groups), name, "{groups}");
+        }
+    }
 }

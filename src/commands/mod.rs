@@ -18,6 +18,7 @@ mod run;
 mod scan;
 mod scan_tree;
 mod status;
+mod stop;
 mod top;
 
 use crate::error::Error;
@@ -66,6 +67,8 @@ pub enum Command {
     Scan(scan::Args),
     /// Show what is merged and what it costs
     Status(status::Args),
+    /// End this user's daemon; merged pages stay merged, cold pages return first
+    Stop(stop::Args),
     /// Show what is merged, live
     Top(top::Args),
     /// Return a parked client's memory now
@@ -101,6 +104,7 @@ pub fn run(command: Command) -> Result<ExitCode, Error> {
         Command::Run(args) => run::run(args),
         Command::Scan(args) => scan::run(args),
         Command::Status(args) => status::run(args),
+        Command::Stop(args) => stop::run(args),
         Command::Top(args) => top::run(args),
         Command::Unpark(args) => park::unpark(args),
         Command::Unmerge(args) => control::unmerge(args),

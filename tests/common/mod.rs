@@ -6,6 +6,7 @@ pub mod boot;
 pub mod cold;
 pub mod group;
 pub mod guest;
+pub mod terminal;
 
 use serde_json::Value;
 use std::hash::{DefaultHasher, Hash, Hasher};

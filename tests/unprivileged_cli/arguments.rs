@@ -3,7 +3,6 @@
 use crate::help::{leaves, options};
 use crate::tool::{Tool, text};
 use std::collections::BTreeSet;
-use std::process::Command;
 
 #[test]
 fn sizes_and_times_are_taken_as_people_write_them() {
@@ -123,11 +122,8 @@ fn exit_codes_are_those_of_the_help_text() {
         assert!(code == 0 || output.stdout.is_empty(), "{args:?}: {}", text(&output.stdout));
     }
     // The daemon that `run` started for these.
-    let _ = Command::new("python3").args(["-c", STOP, &socket]).status();
+    let _ = tool.run(&["stop", "--socket", &socket]);
 }
-
-const STOP: &str = "import socket,sys\ns=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\n\
-s.connect(sys.argv[1])\ns.send(b'{\"ask\":\"stop\"}')\ns.recv(4096)";
 
 #[test]
 fn examples_fit_a_terminal() {

@@ -32,6 +32,8 @@ pub struct Config {
     pub idle_exit: Option<Duration>,
     /// Started on behalf of a program: an address for metrics or the page that is taken is not an error.
     pub on_demand: bool,
+    /// How systemctl names the service that this daemon is, which systemd would start again.
+    pub service: Option<String>,
     /// Serve metrics here: `HOST:PORT` on loopback, or `unix:PATH`.
     pub metrics: Option<String>,
     /// Serve the page here, in the same way.
@@ -59,6 +61,7 @@ impl Default for Config {
             idle_priority: false,
             idle_exit: None,
             on_demand: false,
+            service: None,
             metrics: None,
             web: None,
             attached_agent: &[],

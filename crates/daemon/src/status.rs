@@ -109,6 +109,8 @@ pub struct Status {
     pub version: String,
     /// The daemon's process id.
     pub pid: i32,
+    /// How systemctl names the service that it is, such as `pagefold.service` or `--user pagefold.service`; empty if it is none.
+    pub service: String,
     /// Seconds since it started.
     pub uptime_s: f64,
     /// Worker threads per domain.

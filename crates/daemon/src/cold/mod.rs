@@ -28,3 +28,4 @@ pub use client::FAULT_BUCKETS;
 pub use config::Config;
 pub use selector::ClientSelector;
 pub use status::{ColdClient, ColdDomain, ColdStatus};
+pub use tiers::keeper_path;

@@ -15,8 +15,9 @@ use pagefold_os::cpu_latency::Awake;
 use pagefold_os::sync::lock;
 use pagefold_tier::keeper::Keeper;
 use pagefold_tier::{Backing, BackingFile, Tier};
+use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -25,6 +26,13 @@ use std::time::{Duration, Instant};
 const DOMAINS_MAX: usize = 1024;
 /// How long a starting daemon keeps asking an unresponsive keeper for its descriptor list before it gives up.
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Where the keeper of the daemon at `socket` listens.
+pub fn keeper_path(socket: &Path) -> PathBuf {
+    let mut path = socket.as_os_str().to_owned();
+    path.push(OsStr::from_bytes(pagefold_protocol::message::KEEPER_SUFFIX));
+    path.into()
+}
 
 /// The tiers of all domains.
 pub(crate) struct Tiers {
@@ -37,23 +45,24 @@ pub(crate) struct Tiers {
     pub(crate) awake: Arc<Awake>,
     /// The daemon stops in good order: nothing is evicted any more. Read under each client's link.
     pub(crate) closing: Arc<AtomicBool>,
+    /// On an orderly stop pages stay out, for a successor that is about to come. A request to stop may change it.
+    pub(crate) hand_over: AtomicBool,
     /// The lack of a keeper was reported, and there was none since.
     pub(crate) is_keeper_missed: AtomicBool,
     pub(crate) keeper_timeout: Duration,
 }
 
 impl Tiers {
-    pub(crate) fn new(config: Config, socket: &std::path::Path) -> Tiers {
-        let mut keeper_path = socket.as_os_str().to_owned();
-        keeper_path.push(std::ffi::OsStr::from_bytes(pagefold_protocol::message::KEEPER_SUFFIX));
+    pub(crate) fn new(config: Config, socket: &Path) -> Tiers {
         let awake = Arc::new(Awake::new(config.keep_awake));
         let keeper = Arc::default();
         Tiers {
+            hand_over: AtomicBool::new(config.hand_over),
             config,
             groups: Arc::default(),
             pending_children: Arc::new(PendingChildren::new(Arc::clone(&keeper))),
             keeper,
-            keeper_path: keeper_path.into(),
+            keeper_path: keeper_path(socket),
             awake,
             closing: Arc::default(),
             is_keeper_missed: AtomicBool::new(false),

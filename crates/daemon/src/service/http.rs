@@ -420,18 +420,21 @@ pub fn serve(
     name: &'static str,
     at: &str,
     answer: impl Fn(&Request) -> Option<Response> + Send + Sync + 'static,
-) -> io::Result<Name> {
+) -> io::Result<Served> {
     let place = Place::parse(at)?;
-    let listener = match &place {
-        Place::Loopback(address) => Listener::Tcp(
-            TcpListener::bind(address)
-                .map_err(|error| io::Error::new(error.kind(), format!("{at}: {error}; name another port")))?,
-        ),
-        Place::Unix { path, group } => Listener::Unix(bind(path, *group)?),
-    };
-    let ours = match &place {
-        Place::Loopback(_) => Name(None),
-        Place::Unix { path, .. } => Name(Some((path.clone(), device_and_inode(path)?))),
+    let (listener, served) = match &place {
+        Place::Loopback(address) => {
+            let listener = TcpListener::bind(address)
+                .map_err(|error| io::Error::new(error.kind(), format!("{at}: {error}; name another port")))?;
+            // The port that was bound: the one asked for may be 0.
+            let at = format!("http://{}/", listener.local_addr()?);
+            (Listener::Tcp(listener), Served { at, name: None })
+        }
+        Place::Unix { path, group } => {
+            let listener = bind(path, *group)?;
+            let at = format!("unix:{}", path.display());
+            (Listener::Unix(listener), Served { at, name: Some((path.clone(), device_and_inode(path)?)) })
+        }
     };
     let check_host = matches!(place, Place::Loopback(_));
     let answer = Arc::new(answer);
@@ -456,19 +459,23 @@ pub fn serve(
             });
         }
     })?;
-    Ok(ours)
+    Ok(served)
 }
 
 fn device_and_inode(path: &Path) -> io::Result<(u64, u64)> {
     std::fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()))
 }
 
-/// A socket's name in the file system, removed when this is dropped unless it names another socket by then.
-pub struct Name(Option<(PathBuf, (u64, u64))>);
+/// What is served. When this is dropped the socket's name in the file system is removed, unless it names another socket by then.
+pub struct Served {
+    /// Where: `http://ADDRESS/` or `unix:PATH`.
+    pub at: String,
+    name: Option<(PathBuf, (u64, u64))>,
+}
 
-impl Drop for Name {
+impl Drop for Served {
     fn drop(&mut self) {
-        if let Some((path, ours)) = &self.0
+        if let Some((path, ours)) = &self.name
             && device_and_inode(path).is_ok_and(|found| found == *ours)
         {
             let _ = std::fs::remove_file(path);

@@ -7,7 +7,7 @@ use pagefold_os::fd::{self, Fd};
 use pagefold_os::sock;
 use pagefold_os::sync::lock;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -37,6 +37,7 @@ pub fn run(daemon: &Arc<Daemon>) -> io::Result<()> {
         remove_lock(socket, !daemon.cold.is_in_use());
     })?;
     pagefold_tier::fd_store::notify_ready();
+    say_where(socket, &served);
     let result = accept_until_stopped(daemon, &listener);
     daemon.stop();
     drop(served);
@@ -46,6 +47,15 @@ pub fn run(daemon: &Arc<Daemon>) -> io::Result<()> {
     let _ = monitor.join();
     remove_lock(socket, nothing_out);
     result
+}
+
+/// Says on standard error where the daemon can be reached, in one write: other daemons may use the same terminal or journal.
+fn say_where(socket: &Path, served: &[(&'static str, http::Served)]) {
+    let mut text = format!("pagefold: daemon {} listens at {}\n", std::process::id(), socket.display());
+    for (what, served) in served {
+        text += &format!("pagefold: {what} at {}\n", served.at);
+    }
+    let _ = io::stderr().write_all(text.as_bytes());
 }
 
 fn accept_until_stopped(daemon: &Arc<Daemon>, listener: &Fd) -> io::Result<()> {
@@ -87,9 +97,9 @@ fn accept_until_stopped(daemon: &Arc<Daemon>, listener: &Fd) -> io::Result<()> {
     Ok(())
 }
 
-/// Does everything that may fail between listening and accepting. Returns the monitor's thread, and the names of the sockets
-/// for metrics and the page, which are removed when they are dropped.
-fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<http::Name>)> {
+/// Does everything that may fail between listening and accepting. Returns the monitor's thread, and what is served beside the
+/// socket.
+fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<(&'static str, http::Served)>)> {
     // Clients of a dead daemon wait for their pages; no new client is accepted before they are served again.
     adopt::adopt(&daemon.cold).map_err(|error| with_subject("the keeper", &error))?;
     let live = daemon.live.clone();
@@ -100,21 +110,21 @@ fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<http::
     }
     let mut served = Vec::new();
     if let Some(at) = &daemon.config.metrics {
-        let name = metrics::serve(daemon.clone(), at).map_err(|error| with_subject("--metrics", &error));
-        served.extend(unless_optional(daemon, name)?);
+        let metrics = metrics::serve(daemon.clone(), at).map_err(|error| with_subject("--metrics", &error));
+        served.extend(unless_optional(daemon, metrics)?.map(|metrics| ("metrics", metrics)));
     }
     if let Some(at) = &daemon.config.web {
-        let name = web::serve(daemon.clone(), at).map_err(|error| with_subject("--web", &error));
-        served.extend(unless_optional(daemon, name)?);
+        let page = web::serve(daemon.clone(), at).map_err(|error| with_subject("--web", &error));
+        served.extend(unless_optional(daemon, page)?.map(|page| ("page", page)));
     }
     Ok((monitor, served))
 }
 
 /// Another daemon of this machine may have the address, which the configuration file names for all daemons. A daemon that was
 /// started on behalf of a program goes on without it. So does a daemon that adopted clients: they wait for their pages.
-fn unless_optional(daemon: &Daemon, served: io::Result<http::Name>) -> io::Result<Option<http::Name>> {
+fn unless_optional(daemon: &Daemon, served: io::Result<http::Served>) -> io::Result<Option<http::Served>> {
     match served {
-        Ok(name) => Ok(Some(name)),
+        Ok(served) => Ok(Some(served)),
         Err(error) if daemon.config.on_demand || daemon.cold.is_in_use() => {
             eprintln!("pagefold: {error}; goes on without");
             Ok(None)

@@ -16,7 +16,7 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// As [`http::serve`].
-pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Name> {
+pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Served> {
     http::serve("metrics", at, move |request| (!daemon.is_stopping()).then(|| answer(&daemon, request)))
 }
 

@@ -82,6 +82,7 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
     Status {
         version: env!("CARGO_PKG_VERSION").into(),
         pid: me,
+        service: daemon.config.service.clone().unwrap_or_default(),
         uptime_s: daemon.started.elapsed().as_secs_f64(),
         workers: daemon.config.workers,
         scan_interval_s: daemon.config.period.as_secs_f64(),

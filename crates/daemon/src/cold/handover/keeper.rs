@@ -69,7 +69,7 @@ pub(crate) fn leave_children(tiers: &Tiers, socket: Fd) -> Result<(), Fd> {
 
 /// False if the keeper has ended. A keeper that answers slowly, or cannot list all its names, still holds everything, and would
 /// start a daemon if this connection ended.
-fn lives(keeper: &Keeper) -> bool {
+pub(super) fn lives(keeper: &Keeper) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected};
     keeper.names().map_or_else(|error| !matches!(error.kind(), BrokenPipe | ConnectionReset | NotConnected), |_| true)
 }

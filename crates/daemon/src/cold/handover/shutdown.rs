@@ -1,5 +1,6 @@
 //! The orderly stop of the cold tier.
 
+use super::keeper::lives;
 use super::pending_children::PendingChildren;
 use super::records::forget;
 use crate::cold::park::unpark;
@@ -16,23 +17,13 @@ pub(crate) fn stop(tiers: &Tiers) -> bool {
         client.moved_at_once.store(true, Ordering::Relaxed);
         client.bring_all_moved(&group.tier);
     }
-    if tiers.config.hand_over && tiers.is_in_use() {
-        return false;
+    if tiers.hand_over.load(Ordering::SeqCst) && tiers.is_in_use() {
+        if lock(&tiers.keeper).as_ref().is_some_and(lives) {
+            return false;
+        }
+        eprintln!("pagefold: no keeper holds the cold memory for the next daemon: it is returned");
     }
-    // Pages that come back make memory short: without this the evictor would evict them again, and lose them with the daemon.
-    tiers.closing.store(true, Ordering::SeqCst);
-    let _ = unpark(tiers, &ClientSelector::All);
-    let out: Vec<u64> = tiers
-        .all_groups()
-        .iter()
-        .flat_map(|group| {
-            let clients = lock(&group.clients);
-            // A client that ended meanwhile needs no page, and its thread may not have noticed the end yet.
-            let living = clients.values().filter(|client| client.uffd.is_alive());
-            living.map(|client| client.pages_out(&group.tier)).collect::<Vec<_>>()
-        })
-        .filter(|pages| *pages > 0)
-        .collect();
+    let out = return_all(tiers);
     let keeper = lock(&tiers.keeper);
     let waiting = tiers.pending_children.count(keeper.as_ref());
     if let Some(keeper) = keeper.as_ref() {
@@ -67,6 +58,22 @@ pub(crate) fn stop(tiers: &Tiers) -> bool {
         eprintln!("pagefold: {waiting} children of forks that their agent did not see wait for pages: {then}");
     }
     out.is_empty() && waiting == 0
+}
+
+/// Returns all pages to their clients, and evicts no page any more. Returns how many pages each client has out whose memory limits
+/// have no room for them.
+pub(crate) fn return_all(tiers: &Tiers) -> Vec<u64> {
+    // Pages that come back make memory short: without this the evictor would evict them again, and lose them with the daemon.
+    tiers.closing.store(true, Ordering::SeqCst);
+    let _ = unpark(tiers, &ClientSelector::All);
+    let groups = tiers.all_groups().into_iter();
+    let out = groups.flat_map(|group| {
+        let clients = lock(&group.clients);
+        // A client that ended meanwhile needs no page, and its thread may not have noticed the end yet.
+        let living = clients.values().filter(|client| client.uffd.is_alive());
+        living.map(|client| client.pages_out(&group.tier)).collect::<Vec<_>>()
+    });
+    out.filter(|pages| *pages > 0).collect()
 }
 
 #[cfg(test)]
@@ -114,7 +121,7 @@ mod tests {
             client::tests::await_moved(&client, from, to);
             let client = Arc::new(client);
             lock(&group.clients).insert(client.client_id, client.clone());
-            assert_eq!(stop(&cold), !hand_over);
+            assert_eq!(stop_with_keeper(&cold).0, !hand_over);
             let there = client.uffd.zero(pagefold_os::Range::pages_from(to, 1), 0).1;
             assert_eq!(there, Some(pagefold_os::Errno(libc::EEXIST)), "it reads zeros");
             // SAFETY: there, mapped and ours.
@@ -147,6 +154,16 @@ mod tests {
         let child = pagefold_os::uffd::Uffd::from_fd(client.uffd.fd().duplicate().unwrap());
         cold.pending_children.hold(std::iter::once(child));
         assert_eq!(stop_with_keeper(&cold), (false, false));
+    }
+
+    /// Pages that no keeper holds are lost with the daemon.
+    #[test]
+    fn without_a_keeper_nothing_is_handed_over() {
+        let Some((client, _memory)) = client::tests::own(0, 1) else { return };
+        let (_dir, cold, group) = with_group(Config { hand_over: true, ..Config::default() });
+        lock(&group.clients).insert(client.client_id, Arc::new(client));
+        assert!(stop(&cold) && cold.closing.load(Ordering::SeqCst), "pages were not returned");
+        group.remove(1);
     }
 
     /// A client's own table must not keep the keeper, and all that it holds, beyond an orderly stop.

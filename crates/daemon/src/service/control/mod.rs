@@ -4,7 +4,7 @@ mod client;
 mod verbs;
 
 pub use client::{PATIENCE, ask, ask_within};
-pub use verbs::{Answer, Request};
+pub use verbs::{Answer, ColdOnStop, Request};
 
 use crate::service::daemon::Daemon;
 use pagefold_os::fd::Fd;
@@ -24,7 +24,7 @@ pub(crate) fn answer(daemon: &Daemon, socket: &Fd, bytes: &[u8]) {
     let text = serde_json::to_vec(&reply).unwrap_or_default();
     let _ = text.chunks(PACKET_BYTES).try_for_each(|packet| sock::send(socket, packet, &[]).map(drop));
     // Last: the process may end as soon as the daemon stops, and the answer must be on its way by then.
-    if let Ok(Request::Stop {}) = request {
+    if let Ok(Request::Stop { .. }) = request {
         daemon.stop();
     }
 }

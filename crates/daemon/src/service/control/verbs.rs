@@ -3,11 +3,14 @@
 //! A new verb is a variant of [`Request`], with an arm in [`perform`] and one in [`Request::is_quick`]; both matches are
 //! exhaustive, so the compiler names what is missing.
 
+use crate::cold::handover::shutdown;
 use crate::cold::selector::ClientSelector;
+use crate::cold::tiers::Tiers;
 use crate::service::daemon::Daemon;
 use crate::service::{attach, park, report, verify};
 use crate::status::{Status, Verified};
 use serde::{Deserialize, Serialize};
+use std::sync::atomic::Ordering;
 
 /// A control request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,7 +58,21 @@ pub enum Request {
     /// Compare every shared mapping with its slot.
     Verify {},
     /// Stop the daemon; clients keep their merged pages.
-    Stop {},
+    Stop {
+        /// What becomes of cold memory; without it the daemon's configuration decides.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cold: Option<ColdOnStop>,
+    },
+}
+
+/// What becomes of cold memory when the daemon stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ColdOnStop {
+    /// It is returned to its clients first, as far as there is memory for it.
+    Return,
+    /// It stays with the keeper for the daemon that starts next. Without a keeper it is returned.
+    Keep,
 }
 
 /// The answer to a [`Request`].
@@ -66,7 +83,7 @@ pub enum Answer {
     Status(Box<Status>),
     /// To `Verify`.
     Verified(Verified),
-    /// Done, for so many clients.
+    /// Done, for so many clients. To `Stop`: so many clients' cold memory was not returned.
     Done {
         /// Clients.
         count: u64,
@@ -101,8 +118,9 @@ impl Request {
     /// True for a request that takes no time, however much memory the daemon manages.
     pub(super) fn is_quick(&self) -> bool {
         match self {
-            Request::Status {} | Request::Stop {} => true,
-            Request::Unmerge { .. }
+            Request::Status {} | Request::Stop { cold: None | Some(ColdOnStop::Keep) } => true,
+            Request::Stop { cold: Some(ColdOnStop::Return) }
+            | Request::Unmerge { .. }
             | Request::Pause { .. }
             | Request::Resume { .. }
             | Request::Park { .. }
@@ -119,7 +137,7 @@ pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer 
     match request {
         Request::Status {} => Answer::Status(Box::new(report::status(daemon))),
         Request::Verify {} => Answer::Verified(verify::verify(daemon)),
-        Request::Stop {} => Answer::Done { count: 0 },
+        Request::Stop { cold } => Answer::Done { count: cold.map_or(0, |cold| prepare_stop(&daemon.cold, cold)) },
         Request::Park { clients } => match park::park(daemon, clients) {
             Ok(Some((clients, pages))) => Answer::Moved { clients, pages },
             Ok(None) => no_client(clients, "client", "there is no client; pagefold run starts one"),
@@ -142,6 +160,16 @@ pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer 
         Request::Unmerge { pid } => unmerge(daemon, *pid),
         Request::Pause { pid } => set_paused(daemon, *pid, true),
         Request::Resume { pid } => set_paused(daemon, *pid, false),
+    }
+}
+
+/// Does what a daemon can do about cold memory while it still answers, so that the asker sees the progress. Returns the number of
+/// clients whose cold memory was not returned.
+fn prepare_stop(tiers: &Tiers, cold: ColdOnStop) -> u64 {
+    tiers.hand_over.store(cold == ColdOnStop::Keep, Ordering::SeqCst);
+    match cold {
+        ColdOnStop::Keep => tiers.clients_of(&ClientSelector::All).len() as u64,
+        ColdOnStop::Return => shutdown::return_all(tiers).len() as u64,
     }
 }
 
@@ -180,5 +208,20 @@ fn no_client(clients: &ClientSelector, kind: &str, none: &str) -> Answer {
             ClientSelector::Cgroup(path) => format!("no {kind} is in the cgroup {path}"),
             ClientSelector::All => none.into(),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Daemons and clients of other versions know this text.
+    #[test]
+    fn a_plain_stop_is_what_it_always_was() {
+        let text = |request: &Request| serde_json::to_string(request).unwrap();
+        assert_eq!(text(&Request::Stop { cold: None }), r#"{"ask":"stop"}"#);
+        assert_eq!(text(&Request::Stop { cold: Some(ColdOnStop::Keep) }), r#"{"ask":"stop","cold":"keep"}"#);
+        let read: Request = serde_json::from_str(r#"{"ask":"stop"}"#).unwrap();
+        assert_eq!(read, Request::Stop { cold: None });
     }
 }

@@ -31,7 +31,7 @@ struct Seen {
 ///
 /// # Errors
 /// As [`http::serve`].
-pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Name> {
+pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Served> {
     let seen = Arc::new(Mutex::new(Seen::default()));
     sample(&daemon, &seen);
     let (sampled, sampler) = (seen.clone(), daemon.clone());
