@@ -216,6 +216,8 @@ fn forked_children_outlive_daemons() {
     }
     // Neither daemon nor keeper: what is forked now waits at its first discard, for the next ones.
     common::cold::kill(keeper);
+    // A child that is sent to a keeper which ends is lost with it.
+    wait_for("the keeper to have ended", 60, || common::cold::has_ended(keeper));
     server.check("keep 40");
     host.restart_daemon(&[]);
     wait_for("the agents to come back", 60, || is_merged(&host));
@@ -256,6 +258,73 @@ fn a_rule_attaches_what_it_names() {
     for server in &mut servers {
         server.check("check 1");
     }
+}
+
+/// The preloaded agent loads into none of them: below `run` itself, and below a shell that is a client.
+#[test]
+fn static_programs_are_entered_under_run() {
+    let Some(program) = program() else { return };
+    if let Err(errno) = pagefold_os::exec_events::ExecEvents::open() {
+        return skipped(&format!("the kernel tells no process events: {errno}"));
+    }
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let run = |manage: &str, domain: &str| {
+        let mut command = Command::new(common::TOOL);
+        command.args(["run", "--manage", manage, "--domain", domain, "--socket"]).arg(&daemon.socket).arg("--");
+        command
+    };
+    let shell = |mut command: Command| {
+        command.args(["sh", "-c", "\"$0\" \"$@\"; true"]);
+        command
+    };
+    let mut servers = [
+        Server::start_as("1", run("all", "entered"), program),
+        Server::start_as("0", shell(run("all", "entered")), program),
+        // It marks nothing.
+        Server::start_as("0", run("marked", "entered"), program),
+    ];
+    let child = wait_for_child(servers[1].pid());
+    let pids = [servers[0].pid(), child];
+    wait_for("both to share their area", 120, || pids.iter().all(|pid| shared_pages(&daemon, *pid) >= PAGES * 9 / 10));
+    let status = daemon.status();
+    let clients = status["clients"].as_array().expect("clients");
+    let is_entered = |client: &&serde_json::Value| client["domain"] == "entered" && client["attached"] == true;
+    assert_eq!(clients.iter().filter(is_entered).count(), 2, "{clients:?}");
+    assert!(clients.iter().all(|client| client["pid"] != servers[2].pid()), "{clients:?}");
+    let mut random = Random::by_clock();
+    for server in &mut servers {
+        (0..5).for_each(|_| work(server, &mut random));
+        server.check("check 1");
+    }
+    // All hold the same again; the last one has marked it, and stands still: it is named.
+    for server in &mut servers {
+        server.check("reset 1");
+    }
+    servers[2].check("mark 1");
+    // SAFETY: sends a signal to a child of ours.
+    unsafe { libc::kill(servers[2].pid(), libc::SIGSTOP) };
+    wait_for("its reason", 60, || {
+        let status = daemon.status();
+        let unmanaged = status["unmanaged_processes"].as_array().cloned().unwrap_or_default();
+        let is_named = |process: &serde_json::Value| {
+            process["pid"] == servers[2].pid() && process["reason"].as_str().is_some_and(|why| why.contains("stopped"))
+        };
+        unmanaged.iter().any(is_named)
+    });
+    // SAFETY: as above.
+    unsafe { libc::kill(servers[2].pid(), libc::SIGCONT) };
+    wait_for("what all hold to be shared", 120, || {
+        [pids[0], pids[1], servers[2].pid()].iter().all(|pid| shared_pages(&daemon, *pid) >= PAGES * 9 / 10)
+    });
+    servers[2].check("check 1");
+}
+
+/// The first child of a process.
+fn wait_for_child(pid: i32) -> i32 {
+    let children = || fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let first = || children().split_whitespace().next().and_then(|pid| pid.parse().ok());
+    wait_for("the shell's child", 20, || first().is_some());
+    first().expect("it runs")
 }
 
 #[test]

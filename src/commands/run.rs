@@ -136,15 +136,19 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     if !remap {
         return Ok(command);
     }
-    if let Some(why) = takes_no_agent(&args.command[0]) {
-        let free = args.backend == Backend::Auto && !args.client.cold && args.client.domain.is_none();
-        note!(
-            "pagefold: {} {why}: it runs unmerged{}",
-            args.command[0].to_string_lossy(),
-            if free { "; --backend ksm can serve it" } else { "" }
-        );
-    }
     let socket = args.daemon.socket()?;
+    if let Some((why, can_be_entered)) = takes_no_agent(&args.command[0]) {
+        // SAFETY: returns a number.
+        let is_root = unsafe { libc::geteuid() } == 0;
+        let enters = can_be_entered && is_root && !args.client.cold && cfg!(target_arch = "x86_64");
+        let free = args.backend == Backend::Auto && !args.client.cold && args.client.domain.is_none();
+        let then = match () {
+            () if enters => "the daemon enters it while it runs",
+            () if free => "it runs unmerged; root's daemon could enter it, and --backend ksm can serve it",
+            () => "it runs unmerged",
+        };
+        note!("pagefold: {} {why}: {then}", args.command[0].to_string_lossy());
+    }
     let cold = args
         .client
         .cold
@@ -188,8 +192,8 @@ fn prefer_ksm() -> Result<bool, Error> {
     Ok(pagefold_os::ksm::read("run")? == 1)
 }
 
-/// Why the agent cannot load into `program`, or will stand aside there, as far as its file tells.
-fn takes_no_agent(program: &OsString) -> Option<&'static str> {
+/// Why the agent cannot load into `program`, or will stand aside there, as far as its file tells; and whether it can be entered.
+fn takes_no_agent(program: &OsString) -> Option<(&'static str, bool)> {
     let found = if Path::new(program).components().count() > 1 {
         Some(PathBuf::from(program))
     } else {
@@ -204,7 +208,7 @@ fn takes_no_agent(program: &OsString) -> Option<&'static str> {
         return None;
     }
     if head[4] != 2 {
-        return Some("is a program of 32 bits, into which the agent cannot load");
+        return Some(("is a program of 32 bits, into which the agent cannot load", false));
     }
     let word = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]) as usize;
     let long = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?) as usize);
@@ -212,13 +216,13 @@ fn takes_no_agent(program: &OsString) -> Option<&'static str> {
     let (offset, size, count) = (long(32)?, word(54), word(56));
     let mut parts = (0..count).map(|index| offset.saturating_add(index * size)).filter(|at| *at < head.len());
     match parts.find(|at| head[*at] == PT_INTERP) {
-        None if count > 0 => Some("is a static program, into which the agent cannot load"),
+        None if count > 0 => Some(("is a static program, into which the agent cannot load", true)),
         None => None,
         Some(at) => {
             let (start, len) = (long(at + 8)?, long(at + 32)?);
             let loader = head.get(start..start.checked_add(len)?)?;
             let name = loader.rsplit(|byte| *byte == b'/').next()?;
-            name.starts_with(b"ld-musl-").then_some("is linked with musl, where the agent stands aside")
+            name.starts_with(b"ld-musl-").then_some(("is linked with musl, where the agent stands aside", true))
         }
     }
 }

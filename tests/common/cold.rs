@@ -171,7 +171,7 @@ impl Drop for Host {
 }
 
 /// True if the process is gone, or nothing is left of it but its number.
-fn has_ended(pid: i32) -> bool {
+pub fn has_ended(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(')').next().is_none_or(|behind| behind.trim_start().is_empty() || behind.starts_with(" Z"))
 }

@@ -299,7 +299,10 @@ int main(int argc, char **argv)
 			forks(count);
 		else if (!strcmp(what, "move"))
 			moves(count);
-		else if (!strcmp(what, "keep"))
+		else if (!strcmp(what, "mark")) {
+			if (madvise(area, PAGES * PAGE, MADV_MERGEABLE))
+				fail("MADV_MERGEABLE", 0);
+		} else if (!strcmp(what, "keep"))
 			keep(count);
 		else if (!strcmp(what, "tell"))
 			tell(count);

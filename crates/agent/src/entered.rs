@@ -94,7 +94,7 @@ fn begin(page: &EntryPage) -> Result<()> {
     }
     let path = page.socket.get(..page.socket_len as usize).ok_or(Errno(libc::EINVAL))?;
     let domain_len = page.domain.iter().position(|byte| *byte == 0).unwrap_or(page.domain.len());
-    if !SHARED.configure(path, &page.domain[..domain_len], true) {
+    if !SHARED.configure(path, &page.domain[..domain_len], page.all == 1) {
         return Err(Errno(libc::EALREADY));
     }
     give(requests, hold);

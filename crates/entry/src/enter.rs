@@ -60,6 +60,8 @@ pub struct Settings<'a> {
     pub socket: &'a [u8],
     /// The domain's name, 64 bytes at most.
     pub domain: &'a str,
+    /// All large private memory is managed, not only what the program marks as mergeable.
+    pub all: bool,
 }
 
 /// An agent in a program, before its greeting.
@@ -505,6 +507,7 @@ fn begin(plan: &Plan<'_>, settings: &Settings<'_>, borrowed: &Borrowed, memory: 
     let put = |at: usize, bytes: &[u8]| memory.write(layout.page + at as u64, bytes).map_err(&writing);
     let both = |words: [u64; 2]| words.map(u64::to_ne_bytes).concat();
     put(offset_of!(EntryPage, socket_len), &(settings.socket.len() as u32).to_ne_bytes())?;
+    put(offset_of!(EntryPage, all), &u32::from(settings.all).to_ne_bytes())?;
     put(offset_of!(EntryPage, image), &both([layout.range.start, layout.range.len()]))?;
     put(offset_of!(EntryPage, stack), &both([layout.stack, layout.range.end]))?;
     put(offset_of!(EntryPage, leave_at), &borrow::leave_at(borrowed.code).to_ne_bytes())?;

@@ -30,6 +30,8 @@ pub mod wait;
 #[cfg(feature = "std")]
 pub mod cpu_latency;
 #[cfg(feature = "std")]
+pub mod exec_events;
+#[cfg(feature = "std")]
 pub mod file_watch;
 #[cfg(feature = "std")]
 pub mod filesystem;

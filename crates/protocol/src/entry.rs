@@ -48,6 +48,8 @@ pub struct EntryPage {
     pub requests: AtomicI32,
     /// Bytes of the path in `socket`.
     pub socket_len: u32,
+    /// 1 if all large private memory is managed, 0 if only what the program marks as mergeable.
+    pub all: u32,
     /// Where everything of ours begins, and how long it is, stack and this page included.
     pub image: [u64; 2],
     /// Where the agent's first stack begins, and where it ends.

@@ -3,13 +3,33 @@
 //! The list of mappings names no advice, locks or keys; /proc/PID/smaps does, in its line `VmFlags`.
 
 use crate::address_space::maps::POOL_NAME;
-use crate::limits::ALL_MIN;
 use crate::range_attributes::{Attributes, RangeAttributes};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
 use pagefold_os::{Range, maps};
 
-/// Brings `table` up to what the kernel says about large plain memory: it is all managed but for what its flags exclude.
+/// The smallest extent that is managed, in bytes: the pages of a JavaScript heap have 256 KiB.
+const EXTENT_MIN: u64 = 128 << 10;
+
+/// Neighbouring mappings of plain or merged memory: merging makes many small mappings of one that was large.
+struct Extent {
+    range: Range,
+    /// It is managed whatever its length: some of it is merged, or marked by the program.
+    is_kept: bool,
+}
+
+impl Extent {
+    /// Begins the next one, and forgets what was noted of this one if it is too short.
+    fn end(&mut self, table: &mut RangeAttributes, next: Range) {
+        if !self.is_kept && self.range.len() < EXTENT_MIN {
+            table.forget(self.range);
+        }
+        *self = Extent { range: next, is_kept: false };
+    }
+}
+
+/// Brings `table` up to what the kernel says about plain memory: all extents that are long enough are managed, but for what their
+/// flags exclude.
 ///
 /// # Errors
 /// As reading /proc/thread-self/smaps.
@@ -17,6 +37,7 @@ pub(crate) fn refresh(table: &mut RangeAttributes) -> Result<()> {
     let smaps = Fd::open(c"/proc/thread-self/smaps", libc::O_RDONLY, 0)?;
     let mut buffer = [0u8; 16 << 10];
     let mut current: Option<Range> = None;
+    let mut extent = Extent { range: Range { start: 0, end: 0 }, is_kept: true };
     let (mut behind, mut is_pool, mut is_keyed) = (0, false, false);
     let mut at = 0;
     maps::for_each_line(
@@ -29,21 +50,29 @@ pub(crate) fn refresh(table: &mut RangeAttributes) -> Result<()> {
                 behind = map.range.end;
                 is_keyed = false;
                 is_pool = map.name.starts_with(POOL_NAME) && !map.shared;
-                let is_managed = is_pool || map.is_plain_anonymous() && map.range.len() >= ALL_MIN;
-                current = is_managed.then_some(map.range);
-                if !is_managed {
+                let is_ours = is_pool || map.is_plain_anonymous();
+                current = is_ours.then_some(map.range);
+                if !is_ours {
                     table.forget(map.range);
+                    extent.end(table, Range { start: behind, end: behind });
+                } else if map.range.start == extent.range.end {
+                    extent.range.end = behind;
+                } else {
+                    extent.end(table, map.range);
                 }
+                extent.is_kept |= is_pool;
             } else if let Some(key) = line.strip_prefix(b"ProtectionKey:") {
                 is_keyed = key.trim_ascii() != b"0";
             } else if let (Some(flags), Some(range)) = (line.strip_prefix(b"VmFlags:"), current) {
                 let noted = Attributes { keyed: is_keyed, ..of_flags(flags) };
+                extent.is_kept |= noted.mergeable;
                 // A mapping of the pool's never has what plain memory there had.
                 table.change(range, |note| *note = Attributes { small: noted.small || is_pool && note.small, ..noted });
             }
         },
     )?;
     table.forget(Range { start: behind, end: u64::MAX });
+    extent.end(table, Range { start: behind, end: behind });
     Ok(())
 }
 
@@ -70,6 +99,33 @@ fn of_flags(flags: &[u8]) -> Attributes {
 mod tests {
     use super::*;
     use pagefold_os::mem;
+
+    /// Merging cuts a mapping into pieces, which stay managed, however small: together they are as large as before.
+    #[test]
+    fn pieces_of_large_memory_are_managed() {
+        let mut table = Box::new(RangeAttributes::new());
+        let page = pagefold_os::PAGE_SIZE as u64;
+        let whole = mem::Mapping::anonymous((EXTENT_MIN + 2 * page) as usize).unwrap();
+        let short = mem::Mapping::anonymous(EXTENT_MIN as usize / 2).unwrap();
+        let marked = mem::Mapping::anonymous(EXTENT_MIN as usize / 2).unwrap();
+        for map in [&whole, &short, &marked] {
+            // Neighbours with other rights: the kernel joins nothing with them.
+            let at = map.addr();
+            // SAFETY: memory of the test; the first and last page are not touched again.
+            unsafe {
+                libc::mprotect(at as *mut _, page as usize, libc::PROT_NONE);
+                libc::mprotect((at + map.len() as u64 - page) as *mut _, page as usize, libc::PROT_NONE);
+            }
+        }
+        // SAFETY: the advice leaves memory of the test as it is.
+        unsafe { mem::advise(marked.addr(), marked.len() as u64, libc::MADV_MERGEABLE) }.unwrap();
+        let middle = |map: &mem::Mapping| map.addr() + map.len() as u64 / 2;
+        // SAFETY: as above; each advice cuts the mapping.
+        unsafe { mem::advise(middle(&whole), page, libc::MADV_DONTDUMP) }.unwrap();
+        refresh(&mut table).unwrap();
+        assert!(table.at(whole.addr() + 2 * page).seen && table.at(middle(&whole)).dont_dump);
+        assert!(table.at(middle(&marked)).mergeable && !table.at(middle(&short)).seen);
+    }
 
     #[test]
     fn large_plain_memory_is_managed_but_for_what_its_flags_exclude() {

@@ -27,17 +27,27 @@ const REFUSALS_MAX: u32 = 5;
 /// The agent of an attached program sees no moves and forks either.
 const ATTACHED_FEATURES: u64 = HOLD_FEATURES | uffd::FEATURE_EVENT_REMAP | uffd::FEATURE_EVENT_FORK;
 
+/// Which memory of a program is merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Manage {
+    /// What the program marks as mergeable.
+    Marked,
+    /// All large private memory.
+    All,
+}
+
 /// Enters process `pid` and makes it a client in `domain`; returns how long one of its threads stood still.
 ///
 /// # Errors
 /// One line: why not, and what to do about it.
-pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, asker: u32) -> Result<Duration, String> {
+pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u32) -> Result<Duration, String> {
     may_ask(pid, asker)?;
     if is_client(daemon, pid) {
         return Err("it is a client already".into());
     }
     let agent = Image::parse(daemon.config.attached_agent).map_err(|error| error.to_string())?;
-    let settings = Settings { socket: daemon.config.socket.as_os_str().as_bytes(), domain };
+    let socket = daemon.config.socket.as_os_str().as_bytes();
+    let settings = Settings { socket, domain, all: manage == Manage::All };
     let Entered { requests, still } = enter::enter(pid, &agent, &settings).map_err(|error| error.to_string())?;
     enable(&requests, daemon.userfault_device.as_ref())?;
     // Its greeting is on its way.
@@ -49,7 +59,7 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, asker: u32) -> Res
     }
 }
 
-fn is_client(daemon: &Daemon, pid: i32) -> bool {
+pub(crate) fn is_client(daemon: &Daemon, pid: i32) -> bool {
     lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid)
 }
 
@@ -67,7 +77,7 @@ pub(crate) fn follow_rules(daemon: &Daemon) {
             let (mut refused, mut next) = seen.get(&(pid, started)).copied().unwrap_or((0, now + RULES_LOOK / 2));
             let is_left = lock(&daemon.detached).contains(&(pid, started));
             if !is_left && !is_client(daemon, pid) && refused < REFUSALS_MAX && now >= next {
-                if let Err(reason) = attach(daemon, pid, &rule.domain, 0) {
+                if let Err(reason) = attach(daemon, pid, &rule.domain, Manage::All, 0) {
                     daemon.refusals.note(pid, reason);
                     refused += 1;
                 }

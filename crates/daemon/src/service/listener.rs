@@ -2,7 +2,7 @@
 
 use crate::cold::handover::{adopt, shutdown};
 use crate::service::daemon::Daemon;
-use crate::service::{admission, attach, control, http, metrics, web};
+use crate::service::{admission, attach, control, http, metrics, started_programs, web};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::sock;
 use pagefold_os::sync::lock;
@@ -108,6 +108,8 @@ fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<(&'sta
         let attaching = daemon.clone();
         thread::Builder::new().name("attach".into()).spawn(move || attach::follow_rules(&attaching))?;
     }
+    let entering = daemon.clone();
+    thread::Builder::new().name("started".into()).spawn(move || started_programs::follow(&entering))?;
     let mut served = Vec::new();
     if let Some(at) = &daemon.config.metrics {
         let metrics = metrics::serve(daemon.clone(), at).map_err(|error| with_subject("--metrics", &error));

@@ -12,5 +12,6 @@ pub mod listener;
 pub mod metrics;
 mod park;
 mod report;
+mod started_programs;
 mod verify;
 pub mod web;

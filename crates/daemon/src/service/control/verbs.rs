@@ -149,7 +149,7 @@ pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer 
                 no_client(clients, "client of the cold tier", "there is no client of the cold tier: nothing is parked")
             }
         },
-        Request::Attach { pid, domain } => match attach::attach(daemon, *pid, domain, asker) {
+        Request::Attach { pid, domain } => match attach::attach(daemon, *pid, domain, attach::Manage::All, asker) {
             Ok(still) => Answer::Attached { still_ns: still.as_nanos() as u64 },
             Err(message) => Answer::Error { message: format!("{pid}: {message}") },
         },

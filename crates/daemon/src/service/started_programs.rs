@@ -1,0 +1,138 @@
+//! Programs that were started to be clients, as their environment says, and into which the preloaded agent cannot load: static ones,
+//! and those of musl. The daemon enters them soon after their start, or `status` says why not.
+
+use crate::service::attach::{Manage, attach, is_client};
+use crate::service::daemon::Daemon;
+use pagefold_os::exec_events::ExecEvents;
+use pagefold_os::procfs;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often the kernel's events are read, and the age at which a program is first looked at: most end before.
+const LOOK: Duration = Duration::from_millis(500);
+/// How often a program is looked at that has nothing to merge yet.
+const LOOK_MAX: Duration = Duration::from_secs(30);
+/// How often a program is tried that cannot be entered.
+const REFUSALS_MAX: u32 = 5;
+/// Anonymous memory below which a program is left alone.
+const ANONYMOUS_MIN: u64 = 1 << 20;
+
+/// What the preloaded agent's file is called.
+const AGENT: &str = "pagefold-agent";
+
+/// What is known of a program.
+struct Program {
+    started: u64,
+    next: Instant,
+    pause: Duration,
+    refused: u32,
+}
+
+/// What the environment of a program asks for.
+#[derive(Debug, PartialEq, Eq)]
+struct Wish {
+    domain: String,
+    manage: Manage,
+}
+
+/// Enters what should be a client and has no agent, until the daemon stops.
+pub(crate) fn follow(daemon: &Daemon) {
+    // Without the privilege programs cannot be entered either.
+    let Ok(events) = ExecEvents::open() else { return };
+    let mut programs = BTreeMap::new();
+    let mut news = procfs::pids();
+    while !daemon.is_stopping() {
+        let now = Instant::now();
+        for pid in news.drain(..) {
+            if let Some(started) = procfs::start_time(pid) {
+                programs.insert(pid, Program { started, next: now + LOOK, pause: LOOK, refused: 0 });
+            }
+        }
+        programs.retain(|pid, program| now < program.next || serve(daemon, *pid, program, now));
+        thread::sleep(LOOK);
+        events.read(&mut news);
+    }
+}
+
+/// Looks at a program that is due; false if it is done with.
+fn serve(daemon: &Daemon, pid: i32, program: &mut Program, now: Instant) -> bool {
+    if procfs::start_time(pid) != Some(program.started) || is_client(daemon, pid) {
+        return false;
+    }
+    let Some(wish) = wish_of(daemon, pid).filter(|_| !has_preloaded_agent(pid)) else { return false };
+    if procfs::anonymous(pid) >= ANONYMOUS_MIN && (wish.manage == Manage::All || has_marked_memory(pid)) {
+        match attach(daemon, pid, &wish.domain, wish.manage, 0) {
+            Ok(_) => return false,
+            Err(reason) => daemon.refusals.note(pid, reason),
+        }
+        program.refused += 1;
+    }
+    program.pause = (program.pause * 2).min(LOOK_MAX);
+    program.next = now + program.pause;
+    program.refused < REFUSALS_MAX
+}
+
+/// What program `pid` asks this daemon for. The environment of a program with other rights than its user's is not the word of that user.
+fn wish_of(daemon: &Daemon, pid: i32) -> Option<Wish> {
+    let status = procfs::status(pid);
+    // SAFETY: returns a number.
+    let own = unsafe { libc::geteuid() }.to_string();
+    if !procfs::value(&status, "Uid")?.split_whitespace().all(|uid| uid == own) {
+        return None;
+    }
+    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+    wish_in(&environment, daemon.config.socket.as_os_str().as_bytes())
+}
+
+fn wish_in(environment: &[u8], socket: &[u8]) -> Option<Wish> {
+    let value = |name: &[u8]| {
+        let words = environment.split(|byte| *byte == 0);
+        words.filter_map(|word| word.strip_prefix(name)?.strip_prefix(b"=")).next()
+    };
+    // The socket alone may be there for our own commands.
+    let preload = String::from_utf8_lossy(value(b"LD_PRELOAD")?);
+    if value(b"PAGEFOLD_SOCKET")? != socket || value(b"PAGEFOLD_COLD").is_some() || !preload.contains(AGENT) {
+        return None;
+    }
+    let domain = value(b"PAGEFOLD_DOMAIN").filter(|domain| !domain.is_empty()).unwrap_or(b"default");
+    let manage = if value(b"PAGEFOLD_MANAGE") == Some(b"all") { Manage::All } else { Manage::Marked };
+    Some(Wish { domain: String::from_utf8(domain.to_vec()).ok()?, manage })
+}
+
+/// True if the preloaded agent is there and works: it stands aside beside musl.
+fn has_preloaded_agent(pid: i32) -> bool {
+    let maps = procfs::maps(pid).unwrap_or_default();
+    let has = |part: &str| maps.iter().any(|map| map.name.contains(part));
+    has(AGENT) && !has("/ld-musl-")
+}
+
+/// True if the program has marked memory as mergeable.
+fn has_marked_memory(pid: i32) -> bool {
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
+    let flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
+    flags.flat_map(str::split_whitespace).any(|flag| flag == "mg")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wish_is_for_the_daemon_that_the_environment_names() {
+        let wish = |text: &str| {
+            let preload = "LD_PRELOAD=/d/other.so:/d/pagefold-agent-1.2.3-ab.so ";
+            wish_in((preload.to_owned() + text).replace(' ', "\0").as_bytes(), b"/s")
+        };
+        let asks = |domain: &str, manage| Some(Wish { domain: domain.into(), manage });
+        assert_eq!(wish("A=1 PAGEFOLD_SOCKET=/s"), asks("default", Manage::Marked));
+        let all = "PAGEFOLD_MANAGE=all PAGEFOLD_SOCKET=/s PAGEFOLD_DOMAIN=d B";
+        assert_eq!(wish(all), asks("d", Manage::All));
+        assert_eq!(wish_in(b"PAGEFOLD_SOCKET=/s\0LD_PRELOAD=/d/other.so", b"/s"), None);
+        for other in ["", "PAGEFOLD_SOCKET=/t", "XPAGEFOLD_SOCKET=/s", "PAGEFOLD_SOCKET=/s PAGEFOLD_COLD=1"] {
+            assert_eq!(wish(other), None, "{other}");
+        }
+    }
+}
