@@ -54,6 +54,11 @@ impl ExecEvents {
         Ok(ExecEvents { socket })
     }
 
+    /// Waits until there is something to read, for a time in milliseconds at most.
+    pub fn wait(&self, ms: i32) {
+        let _ = crate::fd::poll(&mut [libc::pollfd { fd: self.socket.raw(), events: libc::POLLIN, revents: 0 }], ms);
+    }
+
     /// Adds the processes that have become another program since the last call to `pids`. Events that did not fit into the
     /// socket's buffer meanwhile are lost.
     pub fn read(&self, pids: &mut Vec<i32>) {

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// How often the kernel's events are read, and the age at which a program is first looked at: most end before.
 const LOOK: Duration = Duration::from_millis(500);
+/// How long the thread sleeps at most while no program starts, in milliseconds.
+const QUIET_MS: i32 = 5000;
 /// How often a program is looked at that has nothing to merge yet.
 const LOOK_MAX: Duration = Duration::from_secs(30);
 /// How often a program is tried that cannot be entered.
@@ -52,6 +54,10 @@ pub(crate) fn follow(daemon: &Daemon) {
             }
         }
         programs.retain(|pid, program| now < program.next || serve(daemon, *pid, program, now));
+        if programs.is_empty() {
+            events.wait(QUIET_MS);
+        }
+        // Together, for where one program starts others do.
         thread::sleep(LOOK);
         events.read(&mut news);
     }
