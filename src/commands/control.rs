@@ -25,7 +25,7 @@ struct Selected {
 /// Turn a client's merged pages back into private memory
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  pagefold unmerge 4711\n  pagefold unmerge $(pidof redis-server)\n  pagefold unmerge --all\n\npagefold resume 4711 lets it merge again."
+    after_help = "Examples:\n  pagefold unmerge 4711\n  pagefold unmerge $(pidof redis-server)\n  pagefold unmerge --all\n\nThe program goes on meanwhile: 2 MiB at a time become private, about 2 s per GiB.\npagefold resume 4711 lets it merge again."
 )]
 pub struct Unmerge {
     #[command(flatten)]

@@ -25,6 +25,7 @@ use std::ffi::CString;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -40,6 +41,10 @@ const NONE: u32 = u32::MAX;
 const UNSURE: u64 = 0;
 /// After so many pages the threads of an attached program go on: stops are about 5 ms long then.
 const STOP_PAGES: u64 = 2048;
+/// Pages that one request unshares at most. The program waits for them; an attached one stands still meanwhile.
+const UNSHARE_PAGES: u64 = 512;
+/// Longest pause between two such requests.
+const UNSHARE_PAUSE_MAX: Duration = Duration::from_millis(10);
 /// Regions of a pagemap scan that one call returns at most.
 const SCAN_REGIONS: usize = 4096;
 
@@ -544,10 +549,16 @@ impl Client for MergeClient {
             out.extend(ranges.iter().map(|_| false));
             return Ok(());
         }
-        for batch in ranges.chunks(LIST_MAX / 2) {
+        for batch in batches(ranges, UNSHARE_PAGES) {
+            let began = Instant::now();
             batch.iter().enumerate().for_each(|(index, range)| self.shared.channel.put_request(index, *range));
             let count = self.ask_while_stopped(Op::Unshare, batch.len(), 0, &[])?.unwrap_or(0);
             out.extend((0..batch.len()).map(|index| index < count && self.shared.channel.answer::<i32>(index) == 0));
+            // An agent that never rests is what the scheduler preempts first, also while the program waits for it. The program
+            // gets half of the time.
+            if pages_of(batch) > UNSHARE_PAGES / 2 {
+                std::thread::sleep(began.elapsed().min(UNSHARE_PAUSE_MAX));
+            }
         }
         Ok(())
     }
@@ -599,6 +610,25 @@ impl Drop for MergeClient {
     }
 }
 
+/// Pages of all `ranges`.
+fn pages_of(ranges: &[Range]) -> u64 {
+    ranges.iter().map(Range::pages).sum()
+}
+
+/// `ranges` in batches of `pages_max` pages at most. A longer range is a batch of its own.
+fn batches(mut ranges: &[Range], pages_max: u64) -> impl Iterator<Item = &[Range]> {
+    std::iter::from_fn(move || {
+        let mut pages = 0;
+        let fits = ranges.iter().take(LIST_MAX).take_while(|range| {
+            pages += range.pages();
+            pages <= pages_max
+        });
+        let (batch, rest) = ranges.split_at(fits.count().max(1).min(ranges.len()));
+        ranges = rest;
+        (!batch.is_empty()).then_some(batch)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -622,6 +652,25 @@ mod tests {
             };
             assert_eq!(link.regions(), Err(Gone));
         });
+    }
+
+    /// The program waits for a batch, so its size bounds the wait: whatever pieces there are, and none is lost.
+    #[test]
+    fn batches_of_unshared_pages_are_small() {
+        let range = |first: u64, pages: u64| Range::pages_from(first * PAGE, pages);
+        let large: Vec<Range> = (0..2000).map(|index| range(index * 128, 128)).collect();
+        let small: Vec<Range> = (0..3000).map(|index| range(index * 2, 1)).collect();
+        let mixed: Vec<Range> = (0..500).map(|index| range(index * 200, 1 + index * 7 % 128)).collect();
+        for ranges in [&large, &small, &mixed, &vec![range(0, 600), range(600, 1)], &Vec::new()] {
+            let all: Vec<&[Range]> = batches(ranges, UNSHARE_PAGES).collect();
+            assert_eq!(&all.concat(), ranges);
+            assert!(
+                all.iter().all(|batch| batch.len() == 1 || pages_of(batch) <= UNSHARE_PAGES && batch.len() <= LIST_MAX)
+            );
+            // And no smaller than they need be: each request costs a message.
+            assert!(all.windows(2).all(|two| pages_of(two[0]) + two[1][0].pages() > UNSHARE_PAGES));
+        }
+        assert_eq!(batches(&large, UNSHARE_PAGES).count(), 500);
     }
 
     #[test]
