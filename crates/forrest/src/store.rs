@@ -716,10 +716,12 @@ impl Store {
         Ok(())
     }
 
-    /// Releases what processes held that were killed while they used this store. This happens automatically where a dead
-    /// process blocks another; this call looks for all of them.
+    /// Releases what processes held that were killed while they used this store, and takes back what idle threads hold. Both
+    /// happen automatically where a dead process blocks another, or an operation finds no room; this call looks for all.
     pub fn recover(&self) {
         self.table.recover_all();
+        // Fails where all records are taken by living threads; then there is nothing to do without one.
+        let _ = self.table.arena.relieve();
     }
 
     /// Returns the segment of a key, for tests: keys of one segment share its lock and its buckets.

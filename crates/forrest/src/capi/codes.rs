@@ -127,7 +127,7 @@ pub extern "C" fn forrest_error_text(code: c_int) -> *const c_char {
         FORREST_INVALID => c"an argument is NULL or out of range",
         FORREST_BAD_HANDLE => c"the handle is not open",
         FORREST_FORKED => c"the handle was opened before fork; open it again in the child",
-        FORREST_FULL => c"the memory limit, or that of keys of like hashes, is reached; delete something, or make a larger or a keyed store",
+        FORREST_FULL => c"the store is full: its memory limit is in use, or the part of the table for keys of like hashes; delete entries of this size or larger, or make a larger or a keyed store",
         FORREST_NO_MEMORY => c"the system has no memory left",
         FORREST_KEY_TOO_LONG => c"the key is longer than FORREST_KEY_BYTES_MAX",
         FORREST_VALUE_TOO_LONG => c"the value is longer than FORREST_VALUE_BYTES_MAX",

@@ -38,6 +38,9 @@ const CREDIT_MAX: i32 = CREDIT_PER_SEGMENT * INSERTS_PER_LOOK as i32;
 /// candidate buckets full, and arrays grow before their turn, out of the order in which memory is reused.
 const CREDIT_PER_OWN_SIZE: i32 = CREDIT_PER_SEGMENT / 2 * 9;
 
+/// Bytes in use from which on arrays lie in logs, however many threads there are.
+const LOGS_FROM_BYTES: u64 = 128 * SPAN_BYTES as u64;
+
 /// Buckets of the largest segment.
 const BUCKETS_MAX: usize = (1 << COUNT_BITS) - 1;
 
@@ -105,7 +108,7 @@ impl Table {
             if buckets == 0 {
                 break (0, 0);
             }
-            let offset = match self.or_recover(thread, || self.arena.alloc_log(thread, buckets * BUCKET_BYTES, alone)) {
+            let offset = match self.alloc_array(thread, buckets * BUCKET_BYTES, alone) {
                 Ok(offset) => offset,
                 Err(error) => {
                     thread.settle_alloc();
@@ -136,6 +139,20 @@ impl Table {
             self.arena.retire_sized(thread, old.offset(), (old.buckets() * BUCKET_BYTES) as u64);
         }
         Ok(())
+    }
+
+    /// Allocates an array of so many bytes.
+    fn alloc_array(&self, thread: &ThreadRef<'_>, bytes: usize, alone: bool) -> Result<u64, llds::arena::Error> {
+        self.or_recover(thread, || match self.has_logs() {
+            true => self.arena.alloc_log(thread, bytes, alone),
+            false => self.arena.alloc(thread, bytes),
+        })
+    }
+
+    /// Returns true if arrays lie in logs. In a small store the partly filled extents, two for each thread, would be most of it.
+    fn has_logs(&self) -> bool {
+        let extents = 2 * self.arena.threads_max_seen() * SPAN_BYTES as u64;
+        self.arena.used_bytes() >= (4 * extents).min(LOGS_FROM_BYTES)
     }
 
     /// About `wanted` buckets, chosen so that blocks of that size fill the log's current extent exactly.
@@ -194,7 +211,9 @@ impl Table {
         let (count, buckets) = look();
         if is_due(count, buckets) {
             // Before the lock: writers that wait for the segment should not also wait for memory.
-            self.arena.ready_log(thread, rounded(self.even(thread, fitting(count), false)) * BUCKET_BYTES);
+            if self.has_logs() {
+                self.arena.ready_log(thread, rounded(self.even(thread, fitting(count), false)) * BUCKET_BYTES);
+            }
         }
         let Some(_held) = self.try_lock(thread, segment) else { return };
         let (count, buckets) = look();

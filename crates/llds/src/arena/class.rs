@@ -9,6 +9,13 @@
 /// Small under `--cfg pagefold_stress`, so that spans fill, empty and move in every run.
 pub const SPAN_BYTES: usize = if cfg!(pagefold_stress) { 64 << 10 } else { 512 << 10 };
 
+/// Bytes of a tile. A split span is cut into tiles, and a run of tiles holds blocks of one class: in a small arena whole spans
+/// would be mostly empty.
+pub const TILE_BYTES: usize = 4096;
+
+/// Tiles of a split span.
+pub const TILES: usize = SPAN_BYTES / TILE_BYTES;
+
 /// Largest block that shares a span; anything larger takes whole spans.
 pub const SMALL_BYTES_MAX: usize = SPAN_BYTES / 2;
 
@@ -74,25 +81,59 @@ pub struct Cut {
     pub words: u32,
 }
 
-/// The cut of every class below [`LOG`].
-pub const CUTS: [Cut; LOG] = {
+/// How `bytes` bytes are cut into blocks of `size` bytes.
+const fn cut_of(bytes: usize, size: usize) -> Cut {
+    let mut count = bytes / size;
+    let mut words = count.div_ceil(64);
+    let mut first = 0;
+    if words > 1 {
+        first = (words * 8).next_multiple_of(64);
+        count = (bytes - first) / size;
+        words = count.div_ceil(64);
+        if words == 1 {
+            // The bitmap would just fit the table: keep the in-span form, words > 1 is the switch.
+            words = 2;
+        }
+    }
+    Cut { block_bytes: size as u32, first: first as u32, count: count as u32, words: words as u32 }
+}
+
+/// The cut of a whole span for every class below [`LOG`].
+pub static CUTS: [Cut; LOG] = {
     let mut cuts = [Cut { block_bytes: 1, first: 0, count: 0, words: 1 }; LOG];
     let mut class = 1;
     while class < LOG {
-        let size = class_bytes(class);
-        let mut count = SPAN_BYTES / size;
-        let mut words = count.div_ceil(64);
-        let mut first = 0;
-        if words > 1 {
-            first = (words * 8).next_multiple_of(64);
-            count = (SPAN_BYTES - first) / size;
-            words = count.div_ceil(64);
-            if words == 1 {
-                // The bitmap would just fit the table: keep the in-span form, words > 1 is the switch.
-                words = 2;
+        cuts[class] = cut_of(SPAN_BYTES, class_bytes(class));
+        class += 1;
+    }
+    cuts
+};
+
+/// Tiles of a run for every class below [`LOG`]: the fewest of which blocks leave at most an eighth unused.
+pub const RUN_TILES: [usize; LOG] = {
+    let mut tiles = [0; LOG];
+    let mut class = 1;
+    while class < LOG {
+        tiles[class] = 1;
+        loop {
+            let bytes = tiles[class] * TILE_BYTES;
+            let cut = cut_of(bytes, class_bytes(class));
+            if bytes - cut.count as usize * class_bytes(class) <= bytes / 8 {
+                break;
             }
+            tiles[class] += 1;
         }
-        cuts[class] = Cut { block_bytes: size as u32, first: first as u32, count: count as u32, words: words as u32 };
+        class += 1;
+    }
+    tiles
+};
+
+/// The cut of a run for every class below [`LOG`].
+pub static RUN_CUTS: [Cut; LOG] = {
+    let mut cuts = [Cut { block_bytes: 1, first: 0, count: 0, words: 1 }; LOG];
+    let mut class = 1;
+    while class < LOG {
+        cuts[class] = cut_of(RUN_TILES[class] * TILE_BYTES, class_bytes(class));
         class += 1;
     }
     cuts
@@ -120,14 +161,19 @@ mod tests {
     }
 
     #[test]
-    fn cuts_fit_their_span() {
-        for cut in &CUTS[1..LOG] {
-            assert!(cut.first as usize + cut.count as usize * cut.block_bytes as usize <= SPAN_BYTES);
-            assert!(cut.count as usize <= cut.words as usize * 64);
-            if cut.words > 1 {
-                assert!(cut.words as usize * 8 <= cut.first as usize);
+    fn cuts_fit_their_span_or_run() {
+        for class in 1..LOG {
+            for (cut, bytes) in [(&CUTS[class], SPAN_BYTES), (&RUN_CUTS[class], RUN_TILES[class] * TILE_BYTES)] {
+                let used = cut.count as usize * cut.block_bytes as usize;
+                assert!(cut.first as usize + used <= bytes);
+                assert!(cut.count as usize <= cut.words as usize * 64);
+                assert!(cut.words == 1 || cut.words as usize * 8 <= cut.first as usize);
+                assert!(
+                    cut.count > 0 && (bytes == SPAN_BYTES || used >= bytes / 8 * 7),
+                    "class {class}: {used} of {bytes}"
+                );
             }
-            assert!(cut.count >= 2);
+            assert!(CUTS[class].count >= 2 && RUN_TILES[class] <= TILES);
         }
     }
 }

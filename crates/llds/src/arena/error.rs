@@ -71,8 +71,9 @@ impl std::fmt::Display for Error {
             Error::Full { limit_bytes } => {
                 write!(
                     f,
-                    "the limit of {limit_bytes} bytes is reached: no span is free, and no used one has room for a block of \
-                     this size; delete entries of this size or larger, or choose a larger limit"
+                    "the store is full: its limit of {limit_bytes} bytes is in use, and no free block is as large as this \
+                     entry, also of what threads that are idle or have died held; delete entries of this size or larger, \
+                     or make the store with a larger limit"
                 )
             }
             Error::NoMemory { source } => write!(f, "the system has no memory left for the store: {source}"),

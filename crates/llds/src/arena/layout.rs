@@ -1,20 +1,21 @@
 //! The layout: where the parts of an arena lie, and the header that stores it in a file.
 //!
-//! Order: header, thread records, table of spans, hints, the structure's fixed
-//! part, spans. The header's first words never change and carry a checksum, so
+//! Order: header, thread records, table of spans, hints, tables of tiles, the
+//! structure's fixed part, spans. The tables and hints of a file get pages by
+//! parts, when a span of the part is first claimed. The header's first words never change and carry a checksum, so
 //! that a file of another kind, version or machine is refused.
 
 use super::Inner;
-use super::class::{CLASS_COUNT, SPAN_BYTES};
+use super::class::{CLASS_COUNT, SPAN_BYTES, TILES};
 use super::span;
 use super::thread_record::{THREADS_MAX, ThreadRecord};
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 /// First bytes of an arena file.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"lldsaren");
 
 /// Version of the layout below; any change of it, or of what blocks hold, is a new number.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 
 /// Processor family, byte order and word size; families without a number of their own share one. The page size does not
 /// change the layout.
@@ -59,7 +60,34 @@ pub(super) struct Header {
     pub(super) swept: AtomicU64,
     /// `recoveries` when lost memory was last looked for.
     pub(super) audited: AtomicU64,
+    /// Parts of table and hints that have pages.
+    pub(super) parts: AtomicU64,
+    /// Spans that are not free; a hint, counted again after each death.
+    pub(super) used: AtomicU64,
+    _pad_used: [u64; 7],
+    /// Tiles in runs of each class; a hint, counted again after each death.
+    pub(super) run_tiles: [AtomicU32; CLASS_COUNT],
 }
+
+const _: () = assert!(size_of::<Header>() <= 4096);
+
+/// Spans whose table entries and hints get pages together.
+pub(super) const PART_SPANS: usize = 512;
+
+/// Hint: the split span has free tiles. Rows below it are classes.
+pub(super) const SPLIT_HINT: usize = CLASS_COUNT;
+
+/// Rows of hints.
+const HINT_ROWS: usize = CLASS_COUNT + 1;
+
+/// Words of one row of hints for a part: a line, so that a search for a class reads eight words from each line.
+const PART_WORDS: usize = PART_SPANS / 64;
+
+/// Bytes of the table of a span's tiles: an entry for each, then a byte for each.
+pub(super) const TILE_TABLE_BYTES: usize = TILES * (size_of::<span::Entry>() + 1);
+
+/// Spans of the largest arena: the numbers of units have 32 bits.
+pub(super) const SPANS_MAX: usize = 1 << 23;
 
 /// Words of the header that the checksum covers.
 pub(super) const SEALED_WORDS: usize = 8;
@@ -71,7 +99,7 @@ pub(super) struct Layout {
     pub(super) records: usize,
     pub(super) table: usize,
     pub(super) hints: usize,
-    pub(super) hint_words: usize,
+    pub(super) tiles: usize,
     pub(super) root: usize,
     pub(super) root_bytes: usize,
     pub(super) data: usize,
@@ -81,13 +109,25 @@ pub(super) struct Layout {
 impl Layout {
     pub(super) fn new(spans: usize, root_bytes: usize) -> Layout {
         let records = 4096;
-        let table = records + THREADS_MAX * size_of::<ThreadRecord>();
-        let hints = table + spans * size_of::<span::Entry>();
-        let hint_words = spans.div_ceil(64);
-        let root = (hints + CLASS_COUNT * hint_words * 8).next_multiple_of(2 << 20);
+        let table = records + (THREADS_MAX * size_of::<ThreadRecord>()).next_multiple_of(4096);
+        let parts = spans.div_ceil(PART_SPANS);
+        let hints = table + parts * PART_SPANS * size_of::<span::Entry>();
+        let tiles = (hints + parts * HINT_ROWS * PART_WORDS * 8).next_multiple_of(4096);
+        let root = (tiles + spans * TILE_TABLE_BYTES).next_multiple_of(2 << 20);
         let data = (root + root_bytes).next_multiple_of(2 << 20);
         let bytes = (data + spans * SPAN_BYTES).next_multiple_of(2 << 20);
-        Layout { spans, records, table, hints, hint_words, root, root_bytes, data, bytes }
+        Layout { spans, records, table, hints, tiles, root, root_bytes, data, bytes }
+    }
+
+    /// Returns where word `index` of a row of hints lies.
+    #[inline]
+    pub(super) fn hint(&self, row: usize, index: usize) -> usize {
+        self.hints + ((index / PART_WORDS * HINT_ROWS + row) * PART_WORDS + index % PART_WORDS) * 8
+    }
+
+    /// Returns where the hints of a part lie, and how many bytes they have.
+    pub(super) fn hints_of(&self, part: usize) -> (usize, usize) {
+        (self.hint(0, part * PART_WORDS), HINT_ROWS * PART_WORDS * 8)
     }
 }
 

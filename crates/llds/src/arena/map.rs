@@ -241,6 +241,19 @@ impl Mapping {
         }
     }
 
+    /// Asks for huge pages in the place of the small ones at `offset..offset+bytes`, where the rest stands on huge pages. Does
+    /// nothing where the kernel has none.
+    pub fn collapse(&self, offset: usize, bytes: usize) {
+        if self.is_transparent() {
+            let _ = self.advise(offset, bytes, libc::MADV_HUGEPAGE);
+        } else if !self.huge_by_collapse.load(Ordering::Relaxed) {
+            return;
+        }
+        for huge in (offset..offset + bytes).step_by(MIB_2) {
+            let _ = self.advise(huge, MIB_2, MADV_COLLAPSE);
+        }
+    }
+
     /// Returns true if no page of the 2 MiB from `offset` on exists. Does not use mincore(2): seccomp filters such as
     /// systemd's `@system-service` kill a process that calls it.
     fn is_hole(&self, file: &File, offset: usize) -> bool {

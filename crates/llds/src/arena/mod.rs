@@ -60,7 +60,7 @@ use fork_sentinel::ForkSentinel;
 use layout::Layout;
 use process_identity::Identity;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -139,6 +139,8 @@ struct Inner {
     registered: Mutex<Vec<u16>>,
     /// Extents freed through this handle with pages that are not given back yet: since when, first span, spans. Oldest first.
     deferred: Mutex<VecDeque<(Instant, usize, usize)>>,
+    /// The span from which on free pages are looked for next.
+    next_trim: AtomicUsize,
 }
 
 /// A handle to an arena; clones are the same arena.
@@ -190,6 +192,18 @@ impl Arena {
         self.inner.identity.is_some()
     }
 
+    /// Returns about how many bytes lie in spans that are not free.
+    #[inline]
+    pub fn used_bytes(&self) -> u64 {
+        (self.inner.used() * SPAN_BYTES) as u64
+    }
+
+    /// Returns how many threads at most have used the arena at the same time.
+    #[inline]
+    pub fn threads_max_seen(&self) -> u64 {
+        self.inner.records_high().max(1)
+    }
+
     /// Allocates a block of at least `size` bytes, aligned to 16 (to 64 if `size` is a multiple of 64).
     ///
     /// The thread's record holds the intent to link it; [`ThreadRecord::settle_alloc`] clears the intent once it is linked.
@@ -223,7 +237,7 @@ impl Arena {
     /// Returns the bytes left in the extent that the next [`Arena::alloc_log`] uses. A caller with a flexible size can
     /// choose one that fills the extent exactly.
     pub fn log_room(&self, thread: &ThreadRef<'_>, second: bool) -> usize {
-        self.inner.log_room(thread, second)
+        self.inner.log_room(thread, thread.owner, second)
     }
 
     /// Returns the extent in which a block from [`Arena::alloc_log`] lies, and whether it belongs to a second log.
@@ -239,6 +253,26 @@ impl Arena {
     /// Frees a block immediately. No thread may be able to reach it any more. Does nothing where no block begins.
     pub fn free(&self, thread: &ThreadRef<'_>, block: u64) {
         self.inner.free(block, thread.owner);
+    }
+
+    /// Makes room findable: frees retired blocks, and takes back the units from which no thread allocates at this moment. An
+    /// allocation that finds no room does the same.
+    ///
+    /// # Errors
+    /// As [`Arena::thread`].
+    pub fn relieve(&self) -> Result<(), Error> {
+        if self.is_forked() {
+            return Err(Error::Forked);
+        }
+        if let Some(thread) = self.thread_cached() {
+            self.collect(&thread);
+        }
+        self.collect_left();
+        // A record for this call, so that a thread without one keeps none.
+        let owner = self.inner.register()?;
+        self.inner.relieve(self.inner.record_at(owner), owner);
+        self.inner.deregister(owner, Some(Instant::now()));
+        Ok(())
     }
 
     /// Gives the pages of free memory back to the system.

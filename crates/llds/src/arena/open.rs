@@ -6,9 +6,10 @@
 
 use super::class::SPAN_BYTES;
 use super::fork_sentinel::ForkSentinel;
-use super::layout::{ARCHITECTURE, Layout, MAGIC, SEALED_WORDS, VERSION, checksum};
+use super::layout::{ARCHITECTURE, Layout, MAGIC, SEALED_WORDS, SPANS_MAX, VERSION, checksum};
 use super::process_identity::Identity;
-use super::thread_record::{ABANDONED, RECORDS_SPARE, THREADS_MAX, ThreadRecord};
+use super::span::SMALL_PAGE_SPANS;
+use super::thread_record::{ABANDONED, RECORDS_SPARE, THREADS_MAX};
 use super::{Arena, Error, Inner, Options, Pages, liveness, map, process_identity};
 use std::fs::File;
 use std::io;
@@ -29,8 +30,9 @@ impl Arena {
             let layout = Layout::new(span_count(capacity), options.root_bytes);
             match map::Mapping::private(layout.bytes, options.pages, options.numa) {
                 Ok(map) => {
-                    // The arena touches few words of its fixed part; on huge pages they would take megabytes.
-                    map.small_pages(layout.data);
+                    // The arena touches few words of its fixed part, and a small one few of its spans; on huge pages they
+                    // would take megabytes.
+                    map.small_pages((layout.data + SMALL_PAGE_SPANS * SPAN_BYTES).min(layout.bytes));
                     let arena = Arena::over(map, layout, None)?;
                     arena.inner.format(options.kind);
                     return Ok(arena);
@@ -60,13 +62,13 @@ impl Arena {
         check_file_limit(layout.bytes as u64)?;
         file.set_len(layout.bytes as u64)?;
         let map = map::Mapping::shared(file, layout.bytes, options.pages)?;
-        // Everything below `data` is written without securing pages first, so allocate its pages now.
-        let near = layout.records + RECORDS_SPARE * size_of::<ThreadRecord>();
-        map.secure(0, near)?;
-        map.secure(layout.table, layout.root - layout.table)?;
+        // Header and root are written without securing pages first, so allocate their pages now. Tables get theirs with the
+        // spans, records with the threads.
+        map.secure(0, layout.records)?;
         map.secure(layout.root, layout.root_bytes)?;
         let arena = Arena::over(map, layout, Some(own_identity()?.0))?;
         arena.inner.format(options.kind);
+        (1..=RECORDS_SPARE as u64).try_for_each(|owner| arena.inner.secure_record(owner))?;
         arena.inner.enter(true)?;
         Ok(arena)
     }
@@ -127,7 +129,7 @@ impl Arena {
             return Err(Error::Damaged("the geometry is not this version's"));
         }
         let (spans, root_bytes, expected) = (word(4), word(6), word(7));
-        if spans > 1 << 32 || root_bytes > 1 << 40 {
+        if spans > SPANS_MAX as u64 || root_bytes > 1 << 40 {
             return Err(Error::Damaged("the geometry is impossible"));
         }
         let mut layout = Layout::new(spans as usize, root_bytes as usize);
@@ -159,8 +161,8 @@ impl Arena {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         let sentinel = Arc::new(ForkSentinel::new()?);
-        let (registered, deferred) = Default::default();
-        Ok(Arena { inner: Arc::new(Inner { id, map, layout, identity, sentinel, registered, deferred }) })
+        let (registered, deferred, next_trim) = Default::default();
+        Ok(Arena { inner: Arc::new(Inner { id, map, layout, identity, sentinel, registered, deferred, next_trim }) })
     }
 }
 
@@ -216,7 +218,7 @@ fn check_file_limit(bytes: u64) -> Result<(), Error> {
 }
 
 fn span_count(capacity_bytes: u64) -> usize {
-    usize::try_from(capacity_bytes.div_ceil(SPAN_BYTES as u64)).unwrap_or(usize::MAX)
+    usize::try_from(capacity_bytes.div_ceil(SPAN_BYTES as u64)).unwrap_or(usize::MAX).min(SPANS_MAX)
 }
 
 /// Reads the first bytes of a file that refuses `read`, as hugetlbfs of old kernels does.

@@ -9,7 +9,8 @@
 
 use super::fork_sentinel::ForkSentinel;
 use super::process_identity::Identity;
-use super::thread_record::{ABANDONED, RECORDS_SPARE, THREADS_MAX, ThreadRecord};
+use super::span::Unit;
+use super::thread_record::{ABANDONED, RECORDS_SPARE, THREADS_MAX, ThreadRecord, record_bytes, retired_max};
 use super::{Arena, Error, Inner};
 use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
@@ -238,6 +239,7 @@ impl Inner {
             for owned in &thread.owned_spans {
                 owned.store(0, Ordering::Relaxed);
             }
+            thread.owned_bytes.store(0, Ordering::Relaxed);
             for hazard in &thread.hazards {
                 hazard.store(0, Ordering::Relaxed);
             }
@@ -249,9 +251,14 @@ impl Inner {
         Err(Error::TooManyThreads)
     }
 
-    fn secure_record(&self, owner: u64) -> Result<(), Error> {
-        let offset = self.layout.records + (owner as usize - 1) * size_of::<ThreadRecord>();
-        self.map.secure(offset, size_of::<ThreadRecord>())
+    /// Allocates the pages of a record, and those that its hazards need in the records before it.
+    pub(super) fn secure_record(&self, owner: u64) -> Result<(), Error> {
+        let high = owner as usize;
+        let first = if retired_max(high) > retired_max(high - 1) { 1 } else { high };
+        (first..=high).try_for_each(|record| {
+            let offset = self.layout.records + (record - 1) * size_of::<ThreadRecord>();
+            self.map.secure(offset, record_bytes(high))
+        })
     }
 
     /// Releases a record: its spans go back, and so do the deferred pages that are due `now` (all of them without `now`).
@@ -286,18 +293,17 @@ impl Inner {
         self.record_at(owner).state.store(ABANDONED, Ordering::SeqCst);
     }
 
-    /// Gives up the ownership of every span that the thread owns.
+    /// Gives up the ownership of every unit that the thread owns.
     pub(super) fn disown_all(&self, thread: &ThreadRecord, owner: u64) {
         for class in 0..thread.owned_spans.len() {
             self.disown(thread, owner, class);
         }
     }
 
-    /// Gives up the ownership of the thread's span of one class, if it has one.
+    /// Gives up the ownership of the thread's unit of one class, if it has one.
     pub(super) fn disown(&self, thread: &ThreadRecord, owner: u64, class: usize) {
-        let owned = thread.owned_spans[class].swap(0, Ordering::Relaxed);
-        if owned != 0 {
-            self.disown_span(owned as usize - 1, owner);
+        if let Some(unit) = Unit::unlist(thread, class) {
+            self.disown_unit(unit, owner);
         }
     }
 }

@@ -6,10 +6,13 @@
 
 use super::class::SPAN_BYTES;
 use super::process_identity::Identity;
-use super::thread_record::{COLLECT_EVERY, ThreadRecord};
+use super::thread_record::{COLLECT_EVERY, ThreadRecord, retired_max};
 use super::{Arena, Inner, ThreadRef, fault};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Instant;
+
+/// Bytes of retired blocks that a thread may keep in an arena of any size.
+const RETIRED_BYTES: usize = 8 << 10;
 
 impl Arena {
     /// Frees a block that was just unlinked as soon as no guard reads it, and clears the intent.
@@ -25,8 +28,8 @@ impl Arena {
         fault::point();
         thread.settle_retire();
         let count = thread.retired_count.load(Ordering::Relaxed);
-        // Retired blocks must not fill a small arena.
-        let bytes_max = (1 << 20).min((self.inner.layout.spans * SPAN_BYTES / 64) as u64);
+        // Retired blocks must not be much of what is in use.
+        let bytes_max = (self.inner.used() * SPAN_BYTES / 64).clamp(RETIRED_BYTES, 1 << 20) as u64;
         if count >= COLLECT_EVERY || thread.retired_bytes.load(Ordering::Relaxed) > bytes_max {
             self.inner.collect(thread, thread.owner);
             self.inner.give_back_deferred(Some(Instant::now()), thread.owner);
@@ -75,9 +78,9 @@ impl Inner {
     #[inline]
     pub(super) fn retire(&self, thread: &ThreadRecord, block: u64, bytes: u64) {
         let bytes = thread.retired_bytes.load(Ordering::Relaxed) + bytes;
-        // New entries go above the old ones; `collect` lowers the mark. A free entry always exists: see `RETIRED_MAX`.
+        // New entries go above the old ones; `collect` lowers the mark. A free entry always exists: see `retired_max`.
         let mut index = thread.retired_high.load(Ordering::Relaxed) as usize;
-        if index >= thread.retired.len() {
+        if index >= retired_max(self.records_high() as usize) {
             index = thread.retired.iter().position(|entry| entry.load(Ordering::Relaxed) == 0).unwrap_or(0);
         }
         thread.retired[index].store(block, Ordering::Release);

@@ -25,8 +25,19 @@ pub const HAZARDS: usize = 8;
 /// Retired blocks between two collections.
 pub(super) const COLLECT_EVERY: u64 = 64;
 
-/// Retired blocks of a record. All hazards of all records cannot fill it, so a retire always finds a free entry.
-pub(super) const RETIRED_MAX: usize = THREADS_MAX * HAZARDS + 2 * COLLECT_EVERY as usize;
+/// Retired blocks of a record while records up to `high` were taken. All hazards of those records cannot fill it, so a retire
+/// always finds a free entry.
+pub(super) const fn retired_max(high: usize) -> usize {
+    // By steps of a page, so that the records seldom need further ones.
+    high.next_multiple_of(64) * HAZARDS + 2 * COLLECT_EVERY as usize
+}
+
+const RETIRED_MAX: usize = retired_max(THREADS_MAX);
+
+/// Bytes of a record that have pages while records up to `high` were taken.
+pub(super) const fn record_bytes(high: usize) -> usize {
+    std::mem::offset_of!(ThreadRecord, retired) + retired_max(high) * 8
+}
 
 /// Intent slot: a block taken from the allocator and not yet linked anywhere.
 pub const INTENT_ALLOC: usize = 0;
@@ -46,9 +57,12 @@ pub struct ThreadRecord {
     pub(super) retired_count: AtomicU64,
     /// Entries of `retired` at and above this index are zero.
     pub(super) retired_high: AtomicU64,
-    _pad: [u64; 2],
+    /// Bytes of the units in `owned_spans`, without log extents.
+    pub(super) owned_bytes: AtomicU64,
+    _pad: u64,
     pub(super) hazards: [AtomicU64; HAZARDS],
-    /// Span owned per class, plus one; 0 is none.
+    /// Unit (span or run) owned per class, plus one; 0 is none. Another thread may have taken it back since: the unit's `meta`
+    /// word is the truth.
     pub(super) owned_spans: [AtomicU32; CLASS_COUNT],
     /// Bitmap word per class at which the last block was found.
     pub(super) cursors: [AtomicU32; CLASS_COUNT],

@@ -4,9 +4,10 @@
 //! before any thread writes to it. A lack of pages is therefore an error, not a
 //! fault.
 
-use super::give_back::count_taken;
-use super::{FREE, HOLE, LARGE, Meta, REST, UNUSED};
+use super::give_back::{SMALL_PAGE_SPANS, count_taken};
+use super::{Entry, FREE, HOLE, LARGE, Meta, REST, UNUSED};
 use crate::arena::class::SPAN_BYTES;
+use crate::arena::layout::{PART_SPANS, TILE_TABLE_BYTES};
 use crate::arena::thread_record::{INTENT_ALLOC, ThreadRecord};
 use crate::arena::{Error, Inner, fault};
 use std::sync::atomic::Ordering;
@@ -47,6 +48,7 @@ impl Inner {
             if span >= self.layout.spans {
                 return self.claim_unhinted(owner);
             }
+            self.secure_parts(span + 1)?;
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             let claimed = meta.state == UNUSED && meta.owner == 0 && self.claim(span, meta, owner)?;
             let fresh = &self.header().fresh;
@@ -62,7 +64,7 @@ impl Inner {
     #[cold]
     fn claim_unhinted(&self, owner: u64) -> Result<usize, Error> {
         let (mut claimed, mut refused) = (None, None);
-        for span in 0..self.layout.spans {
+        for span in 0..self.tabled() {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             if !meta.claimable() {
                 continue;
@@ -95,7 +97,12 @@ impl Inner {
             self.keep_less(1);
         } else {
             let offset = self.span_offset(span) as usize;
-            self.map.make_huge(offset, SPAN_BYTES);
+            if span >= SMALL_PAGE_SPANS {
+                self.map.make_huge(offset, SPAN_BYTES);
+            }
+            if span == SMALL_PAGE_SPANS && meta.state == UNUSED {
+                self.map.collapse(self.span_offset(0) as usize, SMALL_PAGE_SPANS * SPAN_BYTES);
+            }
             if let Err(error) = self.map.secure(offset, SPAN_BYTES) {
                 // UNUSED stays UNUSED, a hole stays a hole: the next claim tries to get pages again.
                 self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
@@ -106,6 +113,7 @@ impl Inner {
             }
         }
         self.entry(span).meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
+        self.header().used.fetch_add(1, Ordering::Relaxed);
         count_taken();
         Ok(true)
     }
@@ -116,7 +124,7 @@ impl Inner {
         thread.intents[INTENT_ALLOC].store(block, Ordering::Release);
         fault::point();
         // From here the block is allocated. Its further spans are marked by this thread, or by its recovery.
-        let head = Meta { state: LARGE, class: 0, owner: 0, spans: count as u64 };
+        let head = Meta { spans: count as u64, ..Meta::new(LARGE) };
         self.entry(start).meta.store(head.word(), Ordering::SeqCst);
         for span in start + 1..start + count {
             fault::point();
@@ -136,6 +144,7 @@ impl Inner {
     fn try_claim_extent(&self, count: usize, align: usize, owner: u64) -> Result<usize, Error> {
         let (mut start, mut refused) = (0, None);
         while start + count <= self.layout.spans {
+            self.secure_parts(start + count)?;
             // Once a span got no pages, only spans that have pages qualify.
             let taken = |span: &usize| {
                 let meta = Meta::of(self.entry(*span).meta.load(Ordering::Relaxed));
@@ -167,11 +176,30 @@ impl Inner {
             let claimed = if meta.claimable() { self.claim(span, meta, owner) } else { Ok(false) };
             if !matches!(claimed, Ok(true)) {
                 for back in start..span {
-                    self.make_free(back, owner, true);
+                    self.make_free(back.into(), owner, true);
                 }
                 return Err((span, claimed.err()));
             }
         }
         Ok(())
+    }
+
+    /// Allocates the pages of the table and the hints of the first `spans` spans.
+    fn secure_parts(&self, spans: usize) -> Result<(), Error> {
+        let parts = &self.header().parts;
+        let (have, need) = (parts.load(Ordering::Acquire) as usize, spans.div_ceil(PART_SPANS));
+        for part in have..need {
+            let bytes = PART_SPANS * size_of::<Entry>();
+            self.map.secure(self.layout.table + part * bytes, bytes)?;
+            let (hints, bytes) = self.layout.hints_of(part);
+            self.map.secure(hints, bytes)?;
+            parts.fetch_max(part as u64 + 1, Ordering::SeqCst);
+        }
+        Ok(())
+    }
+
+    /// Allocates the pages of the table of a span's tiles.
+    pub(super) fn secure_tiles(&self, span: usize) -> Result<(), Error> {
+        self.map.secure(self.layout.tiles + span * TILE_TABLE_BYTES, TILE_TABLE_BYTES)
     }
 }

@@ -1,10 +1,12 @@
 //! Spans: how blocks are allocated and freed.
 //!
 //! Memory is cut into spans of [`SPAN_BYTES`]. A span is free, or holds blocks
-//! of one class under a bitmap, or is part of a large block. A thread owns one span
-//! per class, or in a small arena none beyond an allocation: only the owner sets
-//! bits of the span's bitmap, any thread clears them. The `meta` word of a span,
-//! changed by compare-and-swap, is the truth. The
+//! of one class under a bitmap, or is split into tiles, of which runs hold blocks
+//! of one class, or is part of a large block. A class gets whole spans once it has
+//! filled runs of as many tiles. A thread owns one span or run (a *unit*) per
+//! class as far as its share of the arena allows, else none beyond an allocation:
+//! only the owner sets bits of the unit's bitmap, any thread clears them. The
+//! `meta` word of a unit, changed by compare-and-swap, is the truth. The
 //! per-class bitmaps of spans with room are hints and may be wrong in both
 //! directions without harm. A log extent is owned in the same way; it stores how
 //! far it is filled, so that its next owner continues there.
@@ -18,11 +20,20 @@ mod log;
 mod release;
 mod repair;
 mod small;
+mod split;
+mod take_back;
+mod unit;
 
-use super::class::{CUTS, Cut, LOG, LOG_SPANS_MAX, SMALL_BYTES_MAX, SPAN_BYTES, class_of, log_cut, log_spans};
+use super::class::{
+    CUTS, Cut, LOG, LOG_SPANS_MAX, RUN_CUTS, SMALL_BYTES_MAX, SPAN_BYTES, TILE_BYTES, TILES, class_of, log_cut,
+    log_spans,
+};
+use super::layout::{PART_SPANS, TILE_TABLE_BYTES};
 use super::thread_record::ThreadRecord;
 use super::{Error, Inner};
+pub(super) use give_back::SMALL_PAGE_SPANS;
 use std::sync::atomic::{AtomicU64, Ordering};
+pub(super) use unit::Unit;
 
 /// State: never used.
 const UNUSED: u64 = 0;
@@ -34,16 +45,22 @@ const HOLE: u64 = 2;
 const SMALL: u64 = 3;
 /// State: first span of a large block.
 const LARGE: u64 = 4;
-/// State: further span of a large block.
+/// State: further span of a large block, or further tile of a run.
 const REST: u64 = 5;
+/// State: split into tiles, which have entries of their own.
+const SPLIT: u64 = 6;
+
+/// The bit of a `meta` word that says that another thread asks for the unit.
+const WANTED: u64 = 1 << 63;
 
 /// Spans of the smallest arena that has logs.
 const LOG_ARENA_SPANS_MIN: usize = 128;
 
-/// A span's table entry.
+/// The table entry of a span or a tile.
 #[repr(C)]
 pub(super) struct Entry {
-    /// State, class, number of the owner's thread record (0 for none), and length of a large block in spans.
+    /// State, class, number of the owner's thread record (0 for none), length of a large block in spans or of a run in
+    /// tiles, and whether another thread asks for it.
     pub meta: AtomicU64,
     /// The bitmap of a class with at most 64 blocks per span; of a log extent, the line up to which it is filled.
     pub bits: AtomicU64,
@@ -56,30 +73,60 @@ struct Meta {
     class: usize,
     owner: u64,
     spans: u64,
+    wanted: bool,
 }
 
 impl Meta {
+    #[inline]
     fn of(word: u64) -> Meta {
         Meta {
             state: word & 0xff,
             class: ((word >> 8) & 0xff) as usize,
             owner: (word >> 16) & 0xffff,
-            spans: word >> 32,
+            spans: (word & !WANTED) >> 32,
+            wanted: word & WANTED != 0,
         }
     }
 
+    fn new(state: u64) -> Meta {
+        Meta { state, class: 0, owner: 0, spans: 0, wanted: false }
+    }
+
+    /// Returns true if `owner` owns a unit of `class`, no log, for which no other thread asks.
+    #[inline]
+    fn is_owned(self, class: usize, owner: u64) -> bool {
+        self.state == SMALL && self.class == class && self.owner == owner && !self.wanted
+    }
+
+    /// Returns the bytes of a unit in state SMALL.
+    fn bytes(self) -> usize {
+        match (self.class, self.spans as usize) {
+            (..LOG, 0) => SPAN_BYTES,
+            (..LOG, tiles) => tiles * TILE_BYTES,
+            (_, spans) => spans * SPAN_BYTES,
+        }
+    }
+
+    /// How a unit of a class that is no log is cut.
+    #[inline]
+    fn small_cut(self) -> &'static Cut {
+        if self.spans == 0 { &CUTS[self.class] } else { &RUN_CUTS[self.class] }
+    }
+
+    #[inline]
     fn word(self) -> u64 {
-        self.state | (self.class as u64) << 8 | self.owner << 16 | self.spans << 32
+        let wanted = if self.wanted { WANTED } else { 0 };
+        self.state | (self.class as u64) << 8 | self.owner << 16 | self.spans << 32 | wanted
     }
 
     fn free(state: u64, owner: u64) -> u64 {
-        Meta { state, class: 0, owner, spans: 0 }.word()
+        Meta { owner, ..Meta::new(state) }.word()
     }
 
-    /// How a span in state SMALL is cut.
+    /// How a unit in state SMALL is cut.
     #[inline]
     fn cut(self) -> Cut {
-        if self.class < LOG { CUTS[self.class] } else { log_cut(self.spans as usize) }
+        if self.class < LOG { *self.small_cut() } else { log_cut(self.spans as usize) }
     }
 
     fn claimable(self) -> bool {
@@ -96,7 +143,7 @@ pub struct SpanStats {
     pub block_count: u64,
     /// Bytes of spans that have pages: in use, owned or kept for reuse.
     pub held_bytes: u64,
-    /// Bytes of free spans kept with their pages.
+    /// Bytes of free spans, and free tiles, kept with their pages.
     pub kept_bytes: u64,
 }
 
@@ -106,7 +153,11 @@ impl Inner {
         let block = if size <= SMALL_BYTES_MAX {
             self.alloc_small(thread, owner, class_of(size))?
         } else {
-            self.alloc_large(thread, owner, size.div_ceil(SPAN_BYTES))?
+            let count = size.div_ceil(SPAN_BYTES);
+            self.alloc_large(thread, owner, count).or_else(|_| {
+                self.relieve(thread, owner);
+                self.alloc_large(thread, owner, count)
+            })?
         };
         // A reader may still look at an earlier use of this block. Once it sees a store of ours, it must also see the end of
         // that use: pairs with the acquire fence before the reader's last check.
@@ -127,9 +178,8 @@ impl Inner {
         let Some(spans) = self.log_extent(size) else { return self.alloc(thread, owner, size) };
         let class = LOG + usize::from(second);
         loop {
-            let owned = thread.owned_spans[class].load(Ordering::Relaxed);
-            if owned != 0 {
-                let block = self.take_lines(thread, owned as usize - 1, units);
+            if let Some(unit) = Unit::listed(&thread.owned_spans[class], Ordering::Relaxed) {
+                let block = self.take_lines(thread, owner, unit.span(), units);
                 // The intent names the block, whichever thread owns the extent.
                 if block.is_none() || self.are_logs_shared(spans) {
                     self.disown(thread, owner, class);
@@ -142,7 +192,7 @@ impl Inner {
             // Not enough adjacent free spans, or no pages for them: use any extent with room, else any block of the size.
             let span = self.take_or_cut_log(owner, class, spans, units).or_else(|| self.take_any_log(owner, units));
             let Some(span) = span else { return self.alloc(thread, owner, size) };
-            thread.owned_spans[class].store(span as u32 + 1, Ordering::Relaxed);
+            Unit::from(span).list(thread, class);
         }
     }
 
@@ -151,15 +201,15 @@ impl Inner {
     pub(super) fn ready_log(&self, thread: &ThreadRecord, owner: u64, size: usize) {
         let units = (size.div_ceil(64) as u32).max(1);
         let Some(spans) = self.log_extent(size).filter(|spans| !self.are_logs_shared(*spans)) else { return };
-        let is_new = self.log_room(thread, false) < units as usize * 64;
+        let is_new = self.log_room(thread, owner, false) < units as usize * 64;
         if is_new {
             self.disown(thread, owner, LOG);
             let Some(span) = self.take_or_cut_log(owner, LOG, spans, units) else { return };
-            thread.owned_spans[LOG].store(span as u32 + 1, Ordering::Relaxed);
+            Unit::from(span).list(thread, LOG);
         }
-        let span = thread.owned_spans[LOG].load(Ordering::Relaxed) as usize - 1;
-        let cut = &Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
-        let room = self.log_room(thread, false);
+        let Some((span, meta)) = self.owned_log(thread, owner, LOG) else { return };
+        let cut = &meta.cut();
+        let room = self.lines_left(span, cut) as usize * 64;
         let end = self.span_offset(span) as usize + cut.first as usize + cut.count as usize * 64;
         self.map.ready(end - room, size, room, is_new);
     }
@@ -168,38 +218,43 @@ impl Inner {
         self.take_log(owner, class, spans, units).or_else(|| self.cut_log(owner, class, spans).ok())
     }
 
-    /// Returns the number of the block that begins at `block` in a span cut as `cut`.
+    /// Returns the number of the block that begins at `block` in a unit cut as `cut`.
     #[inline]
-    fn number_of(&self, block: u64, span: usize, cut: &Cut) -> Option<u32> {
-        let inside = (block.checked_sub(self.span_offset(span))? as u32).checked_sub(cut.first)?;
+    fn number_of(&self, block: u64, unit: Unit, cut: &Cut) -> Option<u32> {
+        let inside = (block.checked_sub(self.unit_offset(unit))? as u32).checked_sub(cut.first)?;
         let number = inside / cut.block_bytes;
         (inside.is_multiple_of(cut.block_bytes) && number < cut.count).then_some(number)
     }
 
-    /// Returns the span with the entry that describes the block at `block`, and its meta word.
+    /// Returns the unit with the entry that describes the block at `block`, and its meta word.
     #[inline]
-    fn head_of(&self, block: u64) -> Option<(usize, Meta)> {
-        let mut span = self.span_of(block)?;
-        let mut meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
-        for _ in 1..LOG_SPANS_MAX {
-            if meta.state != REST || span == 0 {
-                break;
-            }
-            span -= 1;
-            meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+    fn head_of(&self, block: u64) -> Option<(Unit, Meta)> {
+        let span = self.span_of(block)?;
+        let mut unit = Unit::from(span);
+        let mut meta = self.meta(unit);
+        let mut steps = LOG_SPANS_MAX;
+        if meta.state == SPLIT {
+            unit = Unit::of_tile(span, (block - self.span_offset(span)) as usize / TILE_BYTES);
+            meta = self.meta(unit);
+            steps = TILES;
         }
-        Some((span, meta))
+        for _ in 1..steps {
+            let Some(before) = unit.before().filter(|_| meta.state == REST) else { break };
+            unit = before;
+            meta = self.meta(unit);
+        }
+        Some((unit, meta))
     }
 
     /// Returns true if an allocated block begins at `block`.
     pub(super) fn is_allocated(&self, block: u64) -> bool {
-        let Some((span, meta)) = self.head_of(block) else { return false };
+        let Some((unit, meta)) = self.head_of(block) else { return false };
         match meta.state {
-            LARGE => block == self.span_offset(span),
+            LARGE => block == self.unit_offset(unit),
             SMALL => {
                 let cut = &meta.cut();
-                self.number_of(block, span, cut).is_some_and(|number| {
-                    self.bitmap(span, cut, number / 64).load(Ordering::SeqCst) & (1 << (number % 64)) != 0
+                self.number_of(block, unit, cut).is_some_and(|number| {
+                    self.bitmap(unit, cut, number / 64).load(Ordering::SeqCst) & (1 << (number % 64)) != 0
                 })
             }
             _ => false,
@@ -208,8 +263,7 @@ impl Inner {
 
     /// Returns the bytes of the block that begins at `block`, 0 if there is none, 64 for a log block.
     pub(super) fn block_bytes(&self, block: u64) -> u64 {
-        let Some((span, meta)) = self.head_of(block) else { return 0 };
-        let _ = span;
+        let Some((_, meta)) = self.head_of(block) else { return 0 };
         match meta.state {
             SMALL => u64::from(meta.cut().block_bytes),
             LARGE => meta.spans * SPAN_BYTES as u64,
@@ -217,27 +271,38 @@ impl Inner {
         }
     }
 
-    /// Calls `visit` with every allocated block.
-    pub(super) fn each_block(&self, mut visit: impl FnMut(u64)) {
+    /// Calls `visit` with every span that is not split, and every tile of those that are.
+    fn each_unit(&self, mut visit: impl FnMut(Unit, Meta)) {
         for span in 0..self.fresh() {
-            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
-            match meta.state {
-                LARGE => visit(self.span_offset(span)),
-                SMALL => {
-                    let cut = &meta.cut();
-                    for index in 0..cut.words {
-                        let mut bits = self.bitmap(span, cut, index).load(Ordering::SeqCst) & !tail_mask(cut, index);
-                        while bits != 0 {
-                            let number = index * 64 + bits.trailing_zeros();
-                            bits &= bits - 1;
-                            let inside = cut.first + number * cut.block_bytes;
-                            visit(self.span_offset(span) + u64::from(inside));
-                        }
-                    }
+            let unit = Unit::from(span);
+            match self.meta(unit) {
+                meta if meta.state == SPLIT => {
+                    let tiles = (0..TILES).map(|tile| Unit::of_tile(span, tile));
+                    tiles.for_each(|unit| visit(unit, self.meta(unit)));
                 }
-                _ => {}
+                meta => visit(unit, meta),
             }
         }
+    }
+
+    /// Calls `visit` with every allocated block.
+    pub(super) fn each_block(&self, mut visit: impl FnMut(u64)) {
+        self.each_unit(|unit, meta| match meta.state {
+            LARGE => visit(self.unit_offset(unit)),
+            SMALL => {
+                let cut = &meta.cut();
+                for index in 0..cut.words {
+                    let mut bits = self.bitmap(unit, cut, index).load(Ordering::SeqCst) & !tail_mask(cut, index);
+                    while bits != 0 {
+                        let number = index * 64 + bits.trailing_zeros();
+                        bits &= bits - 1;
+                        let inside = cut.first + number * cut.block_bytes;
+                        visit(self.unit_offset(unit) + u64::from(inside));
+                    }
+                }
+            }
+            _ => {}
+        });
     }
 
     pub(super) fn span_stats(&self) -> SpanStats {
@@ -246,21 +311,32 @@ impl Inner {
             stats.block_count += 1;
             stats.allocated_bytes += self.block_bytes(block);
         });
-        for span in 0..self.fresh() {
-            match Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).state {
+        self.each_unit(|unit, meta| {
+            let bytes = if unit.tile().is_some() { TILE_BYTES } else { SPAN_BYTES } as u64;
+            match meta.state {
                 FREE => {
-                    stats.kept_bytes += SPAN_BYTES as u64;
-                    stats.held_bytes += SPAN_BYTES as u64;
+                    stats.kept_bytes += bytes;
+                    stats.held_bytes += bytes;
                 }
-                SMALL | LARGE | REST => stats.held_bytes += SPAN_BYTES as u64,
+                SMALL | LARGE | REST => stats.held_bytes += bytes,
                 _ => {}
             }
-        }
+        });
         stats
     }
 
     fn fresh(&self) -> usize {
         (self.header().fresh.load(Ordering::SeqCst) as usize).min(self.layout.spans)
+    }
+
+    /// Returns how many spans have table entries and hints with pages. Beyond them nothing was ever claimed.
+    fn tabled(&self) -> usize {
+        (self.header().parts.load(Ordering::Acquire) as usize).saturating_mul(PART_SPANS).min(self.layout.spans)
+    }
+
+    /// Returns how many spans are not free; a hint.
+    pub(super) fn used(&self) -> usize {
+        (self.header().used.load(Ordering::Relaxed) as usize).min(self.layout.spans)
     }
 
     /// Returns how many lines at the end of the log extent at `span` were never allocated.
@@ -269,22 +345,28 @@ impl Inner {
         u64::from(cut.count).saturating_sub(self.entry(span).bits.load(Ordering::Relaxed)) as u32
     }
 
-    fn swap_meta(&self, span: usize, from: u64, to: u64) -> bool {
-        self.entry(span).meta.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
-    }
-
-    /// Returns word `index` of the bitmap of a span cut as `cut`.
     #[inline]
-    fn bitmap(&self, span: usize, cut: &Cut, index: u32) -> &AtomicU64 {
-        if cut.words == 1 { &self.entry(span).bits } else { self.word(self.span_offset(span) + u64::from(index) * 8) }
+    fn meta(&self, unit: impl Into<Unit>) -> Meta {
+        Meta::of(self.entry(unit).meta.load(Ordering::SeqCst))
     }
 
-    fn has_room(&self, span: usize, cut: &Cut) -> bool {
-        (0..cut.words).any(|index| self.bitmap(span, cut, index).load(Ordering::SeqCst) != u64::MAX)
+    fn swap_meta(&self, unit: impl Into<Unit>, from: u64, to: u64) -> bool {
+        self.entry(unit).meta.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
-    fn is_empty(&self, span: usize, cut: &Cut) -> bool {
-        (0..cut.words).all(|index| self.bitmap(span, cut, index).load(Ordering::SeqCst) == tail_mask(cut, index))
+    /// Returns word `index` of the bitmap of a unit cut as `cut`.
+    #[inline]
+    fn bitmap(&self, unit: impl Into<Unit>, cut: &Cut, index: u32) -> &AtomicU64 {
+        let unit = unit.into();
+        if cut.words == 1 { &self.entry(unit).bits } else { self.word(self.unit_offset(unit) + u64::from(index) * 8) }
+    }
+
+    fn has_room(&self, unit: Unit, cut: &Cut) -> bool {
+        (0..cut.words).any(|index| self.bitmap(unit, cut, index).load(Ordering::SeqCst) != u64::MAX)
+    }
+
+    fn is_empty(&self, unit: Unit, cut: &Cut) -> bool {
+        (0..cut.words).all(|index| self.bitmap(unit, cut, index).load(Ordering::SeqCst) == tail_mask(cut, index))
     }
 
     /// Sets the hint that `span` has room for `class`, or is free (class 0).
@@ -296,16 +378,37 @@ impl Inner {
         }
     }
 
-    fn hints(&self, class: usize, index: usize) -> &AtomicU64 {
-        self.word((self.layout.hints + (class * self.layout.hint_words + index) * 8) as u64)
+    /// Clears the hint of `span`, and sets it again if another thread made it true meanwhile: that thread may have seen the
+    /// hint that was cleared.
+    fn unhint(&self, class: usize, span: usize, is_true: impl Fn() -> bool) {
+        self.hints(class, span / 64).fetch_and(!(1 << (span % 64)), Ordering::SeqCst);
+        if is_true() {
+            self.hint(class, span);
+        }
     }
 
-    fn entry(&self, span: usize) -> &Entry {
+    /// Returns a word of the hints of `class` (0 for free spans, or [`super::layout::SPLIT_HINT`]).
+    fn hints(&self, class: usize, index: usize) -> &AtomicU64 {
+        self.word(self.layout.hint(class, index) as u64)
+    }
+
+    #[inline]
+    fn entry(&self, unit: impl Into<Unit>) -> &Entry {
+        let unit = unit.into();
+        let span = unit.span();
         assert!(span < self.layout.spans);
-        let offset = self.layout.table + span * size_of::<Entry>();
-        // SAFETY: the table holds `spans` entries (index asserted), lies inside the mapping, is 64-byte aligned, and consists
-        // of atomics, for which every bit pattern is a value.
+        let offset = match unit.tile() {
+            None => self.layout.table + span * size_of::<Entry>(),
+            Some(tile) => self.layout.tiles + span * TILE_TABLE_BYTES + tile % TILES * size_of::<Entry>(),
+        };
+        // SAFETY: the table has an entry for each span (index asserted), and each span a table of TILES entries. They lie
+        // inside the mapping, are 16-byte aligned, and consist of atomics, for which every bit pattern is a value.
         unsafe { &*self.map.base().add(offset).cast::<Entry>() }
+    }
+
+    #[inline]
+    fn unit_offset(&self, unit: Unit) -> u64 {
+        self.span_offset(unit.span()) + (unit.tile().unwrap_or(0) * TILE_BYTES) as u64
     }
 
     #[inline]
@@ -316,7 +419,7 @@ impl Inner {
     #[inline]
     fn span_of(&self, block: u64) -> Option<usize> {
         let span = block.checked_sub(self.layout.data as u64)? as usize / SPAN_BYTES;
-        (span < self.layout.spans).then_some(span)
+        (span < self.tabled()).then_some(span)
     }
 }
 

@@ -4,8 +4,9 @@
 //! hint, or the torn rest of a block, has no owner: a walk over all spans finds it,
 //! when no room is found otherwise, or in an audit.
 
-use super::{FREE, HOLE, LARGE, Meta, REST, SMALL, UNUSED};
-use crate::arena::class::{CLASS_COUNT, LOG, LOG_SPANS_MAX};
+use super::{FREE, HOLE, LARGE, Meta, REST, SMALL, SPLIT, UNUSED, Unit};
+use crate::arena::class::{CLASS_COUNT, LOG, LOG_SPANS_MAX, RUN_TILES, TILES};
+use crate::arena::layout::SPLIT_HINT;
 use crate::arena::{Inner, fault};
 use std::sync::atomic::Ordering;
 
@@ -13,11 +14,12 @@ impl Inner {
     /// Returns true if every entry of the table is possible, whichever threads died: cuts, bitmaps and blocks are found by
     /// the table.
     pub(in crate::arena) fn is_table_sound(&self) -> bool {
-        (0..self.layout.spans).all(|span| {
-            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+        (0..self.tabled()).all(|span| {
+            let meta = self.meta(span);
             let left = (self.layout.spans - span) as u64;
             match meta.state {
                 UNUSED | FREE | HOLE | REST => meta.spans == 0,
+                SPLIT => meta.spans == 0 && (0..TILES).all(|tile| self.is_tile_sound(span, tile)),
                 SMALL if meta.class < LOG => meta.class != 0 && meta.spans == 0,
                 SMALL => meta.class < CLASS_COUNT && (1..=left.min(LOG_SPANS_MAX as u64)).contains(&meta.spans),
                 LARGE => (1..=left).contains(&meta.spans),
@@ -26,52 +28,98 @@ impl Inner {
         })
     }
 
+    fn is_tile_sound(&self, span: usize, tile: usize) -> bool {
+        let meta = self.meta(Unit::of_tile(span, tile));
+        let left = (TILES - tile) as u64;
+        match meta.state {
+            UNUSED | FREE | REST => meta.spans == 0,
+            SMALL => (1..LOG).contains(&meta.class) && meta.spans == RUN_TILES[meta.class] as u64 && meta.spans <= left,
+            LARGE => (1..=left).contains(&meta.spans),
+            _ => false,
+        }
+    }
+
     /// Overwrites a span's `meta` word.
     #[cfg(test)]
     pub(in crate::arena) fn damage(&self, span: usize, meta: u64) {
         self.entry(span).meta.store(meta, Ordering::SeqCst);
     }
 
-    /// Releases every span that a dead thread owned.
+    /// Releases every unit that a dead thread owned, and counts the units again.
     pub(in crate::arena) fn release_spans_of(&self, owner: u64) {
-        // All spans of the arena: a thread that claims an extent advances `fresh` only after it claimed all of it.
-        for span in 0..self.layout.spans {
-            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
-            if meta.owner != owner {
+        // All spans that have entries: a thread that claims an extent advances `fresh` only after it claimed all of it.
+        for span in 0..self.tabled() {
+            let meta = self.meta(span);
+            if meta.state != SPLIT {
+                if meta.owner == owner {
+                    self.release_dead(Unit::from(span), meta, owner);
+                }
                 continue;
             }
-            match meta.state {
-                SMALL => {
-                    // The dead thread may have died before it marked all spans of the extent; complete that before another
-                    // thread can own it.
-                    for rest in 1..meta.spans as usize {
-                        self.entry(span + rest).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
-                        fault::point();
-                    }
-                    self.disown_span(span, owner);
+            // The dead thread may have died while it split the span, or while it made it one again.
+            if meta.owner == owner {
+                self.finish_split(span);
+            }
+            for unit in (0..TILES).map(|tile| Unit::of_tile(span, tile)) {
+                let meta = self.meta(unit);
+                if meta.owner == owner {
+                    self.release_dead(unit, meta, owner);
                 }
-                LARGE => self.free_large(span, owner, true),
-                _ if self.inside_large(span) => {
-                    self.entry(span).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
-                }
-                // The end of a block that the dead thread was freeing.
-                REST => self.make_free(span, owner, true),
-                // The dead thread may have died before it secured the pages, or right after. As a hole the span gets pages
-                // again when claimed, and `trim` gives back those it has.
-                UNUSED | FREE | HOLE => {
-                    self.header().fresh.fetch_max(span as u64 + 1, Ordering::SeqCst);
-                    self.entry(span).meta.store(Meta::free(HOLE, 0), Ordering::SeqCst);
-                    self.hint(0, span);
-                }
-                _ => {}
             }
         }
+        self.count_units();
+    }
+
+    /// Releases a unit that a dead thread owned as `meta`.
+    fn release_dead(&self, unit: Unit, meta: Meta, owner: u64) {
+        match meta.state {
+            SMALL => {
+                // The dead thread may have died before it marked all spans of the extent, or tiles of the run; complete that
+                // before another thread can own it.
+                for rest in 1..meta.spans as usize {
+                    self.entry(unit.plus(rest)).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
+                    fault::point();
+                }
+                self.disown_unit(unit, owner);
+            }
+            LARGE => self.free_large(unit, owner, true),
+            // Claimed and not cut yet, or the end of a run that the dead thread was freeing.
+            FREE | REST if unit.tile().is_some() => self.make_free(unit, owner, true),
+            _ if self.inside_large(unit.span()) => {
+                self.entry(unit).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
+            }
+            // The end of a block that the dead thread was freeing.
+            REST => self.make_free(unit, owner, true),
+            // The dead thread may have died before it secured the pages, or right after. As a hole the span gets pages
+            // again when claimed, and `trim` gives back those it has.
+            UNUSED | FREE | HOLE => {
+                self.header().fresh.fetch_max(unit.span() as u64 + 1, Ordering::SeqCst);
+                self.entry(unit).meta.store(Meta::free(HOLE, 0), Ordering::SeqCst);
+                self.hint(0, unit.span());
+            }
+            _ => {}
+        }
+    }
+
+    /// Counts used spans, and tiles in runs, again: a death between a change and its count makes the counts wrong.
+    fn count_units(&self) {
+        let (mut used, mut tiles) = (0, [0; CLASS_COUNT]);
+        for span in 0..self.fresh() {
+            used += u64::from(!self.meta(span).claimable());
+        }
+        self.each_unit(|unit, meta| {
+            if unit.tile().is_some() && meta.state == SMALL && meta.class < CLASS_COUNT {
+                tiles[meta.class] += meta.spans as u32;
+            }
+        });
+        self.header().used.store(used, Ordering::Relaxed);
+        self.header().run_tiles.iter().zip(tiles).for_each(|(counter, count)| counter.store(count, Ordering::Relaxed));
     }
 
     /// Makes spans findable that a death left unreachable: the rest of a block that is gone, and unowned spans with room
     /// that no hint names. No other thread may use the arena meanwhile.
     pub(in crate::arena) fn release_lost(&self, owner: u64) {
-        self.each_orphan(|span| self.make_free(span, owner, true));
+        self.each_orphan(|span| self.make_free(Unit::from(span), owner, true));
         self.publish_all_room(owner);
     }
 
@@ -94,19 +142,23 @@ impl Inner {
     }
 
     fn publish_all_room(&self, owner: u64) {
-        for span in 0..self.fresh() {
-            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+        self.each_unit(|unit, meta| {
             if meta.state == SMALL && meta.owner == 0 {
-                self.publish_room(span, meta, owner);
+                self.publish_room(unit, meta, owner);
+            } else if unit.tile().is_some() && meta.word() == Meta::free(FREE, 0) {
+                self.hint(SPLIT_HINT, unit.span());
+                if unit.tile() == Some(0) {
+                    self.unsplit_span(unit.span(), owner);
+                }
             }
-        }
+        });
     }
 
     /// Calls `visit` with every span marked as a further span of a large block that no block reaches. Exact only while no
     /// thread allocates or frees.
     pub(in crate::arena) fn each_orphan(&self, mut visit: impl FnMut(usize)) {
         let mut end = 0;
-        for span in 0..self.layout.spans {
+        for span in 0..self.tabled() {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             match meta.state {
                 LARGE => end = span + meta.spans as usize,

@@ -1,122 +1,109 @@
-//! Small blocks: spans of one class each, owned by the thread that allocates there.
+//! Small blocks: units of one class each, owned by the thread that allocates there.
 //!
-//! A block is a bit: the owner of the span finds a clear one and sets it. While
-//! owned spans would be a large part of the arena, threads share spans instead:
-//! each owns one only for the time of an allocation. When no span is free, larger
-//! classes and then log extents serve the block.
+//! A block is a bit: the owner of the unit finds a clear one and sets it. A thread
+//! owns units up to its share of the arena, beyond which each is owned only for
+//! the time of an allocation. When nothing is free, units that other threads own
+//! are taken back; then larger classes and log extents serve the block.
 
-use super::{Meta, SMALL, tail_mask};
-use crate::arena::class::{CUTS, LOG};
-use crate::arena::thread_record::{INTENT_ALLOC, ThreadRecord};
+use super::{Meta, SMALL, SPLIT, Unit, tail_mask};
+use crate::arena::class::{CUTS, SPAN_BYTES, TILE_BYTES};
+use crate::arena::thread_record::ThreadRecord;
 use crate::arena::{Error, Inner, fault};
 use std::sync::atomic::Ordering;
+
+/// Bytes of units that a thread may own in an arena of any size.
+const OWNED_BYTES: usize = 24 << 10;
 
 impl Inner {
     pub(super) fn alloc_small(&self, thread: &ThreadRecord, owner: u64, class: usize) -> Result<u64, Error> {
         loop {
-            let owned = thread.owned_spans[class].load(Ordering::Relaxed);
-            if owned != 0 {
-                let span = owned as usize - 1;
-                if let Some(block) = self.take_block(thread, span, class) {
+            if let Some(unit) = Unit::listed(&thread.owned_spans[class], Ordering::Relaxed) {
+                if let Some(block) = self.take_block(thread, owner, unit, class) {
                     return Ok(block);
                 }
-                thread.owned_spans[class].store(0, Ordering::Relaxed);
-                self.disown_span(span, owner);
+                self.disown(thread, owner, class);
             }
-            let shared = self.are_spans_shared(thread);
-            match self.own_span(owner, class) {
-                Ok(span) if shared => {
-                    let block = self.take_block(thread, span, class);
-                    // The intent names the block, whichever thread owns the span.
-                    self.disown_span(span, owner);
-                    if let Some(block) = block {
+            let room = self.share_left(thread);
+            match self.own_unit(owner, class, room) {
+                Ok(unit) if self.meta(unit).bytes() <= room => {
+                    thread.cursors[class].store(0, Ordering::Relaxed);
+                    unit.list(thread, class);
+                }
+                Ok(unit) => {
+                    if let Some(block) = self.take_one(thread, owner, unit, class) {
                         return Ok(block);
                     }
-                }
-                Ok(span) => {
-                    thread.cursors[class].store(0, Ordering::Relaxed);
-                    thread.owned_spans[class].store(span as u32 + 1, Ordering::Relaxed);
                 }
                 Err(error) => return self.alloc_tight(thread, owner, class).ok_or(error),
             }
         }
     }
 
-    /// Returns true if this thread must not own a further span beyond an allocation: if all threads owned as many, owned
-    /// spans could be more than a quarter of those in use, most of them nearly empty. A single thread shares nothing.
-    fn are_spans_shared(&self, thread: &ThreadRecord) -> bool {
-        let owned = thread.owned_spans[..LOG].iter().filter(|owned| owned.load(Ordering::Relaxed) != 0).count();
-        let kept = self.header().kept.load(Ordering::Relaxed) as usize;
-        let used = self.fresh().saturating_sub(kept);
-        let threads = self.records_high() as usize;
-        threads > 1 && (owned + 1) * threads > used / 4
+    /// Returns the bytes of units that this thread may own in addition: all units that threads own, most of them partly
+    /// empty, are at most a quarter of the used spans, or [`OWNED_BYTES`] for each thread.
+    fn share_left(&self, thread: &ThreadRecord) -> usize {
+        let owned = thread.owned_bytes.load(Ordering::Relaxed) as usize;
+        let threads = (self.records_high() as usize).max(1);
+        (self.used() * SPAN_BYTES / 4 / threads).max(OWNED_BYTES).saturating_sub(owned)
     }
 
-    /// Allocates a block when no span is free: in an empty span that this thread owns, else in a larger class, else in a
-    /// log extent.
+    /// Allocates a block when nothing is free: in what other threads own, else in a larger class, else in a log extent.
     #[cold]
     fn alloc_tight(&self, thread: &ThreadRecord, owner: u64, class: usize) -> Option<u64> {
-        for entry in thread.owned_spans.iter().skip(1) {
-            let owned = entry.load(Ordering::Relaxed);
-            let meta = Meta::of(self.entry((owned as usize).saturating_sub(1)).meta.load(Ordering::Relaxed));
-            if owned != 0 && self.is_empty(owned as usize - 1, &meta.cut()) {
-                entry.store(0, Ordering::Relaxed);
-                self.disown_span(owned as usize - 1, owner);
-                let span = self.own_span(owner, class).ok()?;
-                thread.cursors[class].store(0, Ordering::Relaxed);
-                thread.owned_spans[class].store(span as u32 + 1, Ordering::Relaxed);
-                return self.take_block(thread, span, class);
-            }
+        self.relieve(thread, owner);
+        if let Some(block) =
+            self.own_unit(owner, class, 0).ok().and_then(|unit| self.take_one(thread, owner, unit, class))
+        {
+            return Some(block);
         }
         let lines = CUTS[class].block_bytes.is_multiple_of(64);
         for (larger, cut) in CUTS.iter().enumerate().skip(class + 1) {
             if lines && !cut.block_bytes.is_multiple_of(64) {
                 continue;
             }
-            let owned = thread.owned_spans[larger].load(Ordering::Relaxed);
-            if owned != 0
-                && let Some(block) = self.take_block(thread, owned as usize - 1, larger)
-            {
-                return Some(block);
-            }
-            if let Some(span) = self.take_partial(owner, larger) {
-                let block = self.take_block(thread, span, larger);
-                // Other threads may need the rest.
-                self.disown_span(span, owner);
+            let block = self.take_partial(owner, larger).and_then(|unit| self.take_one(thread, owner, unit, larger));
+            if block.is_some() {
                 return block;
             }
         }
         let units = CUTS[class].block_bytes.div_ceil(64);
-        let owned = &thread.owned_spans[LOG..];
-        let ours = owned.iter().map(|owned| owned.load(Ordering::Relaxed)).filter(|&owned| owned != 0);
-        if let Some(block) = ours.into_iter().find_map(|owned| self.take_lines(thread, owned as usize - 1, units)) {
-            return Some(block);
-        }
         let span = self.take_any_log(owner, units)?;
-        let before = owned[0].swap(span as u32 + 1, Ordering::Relaxed);
-        if before != 0 {
-            self.disown_span(before as usize - 1, owner);
-        }
-        self.take_lines(thread, span, units)
+        let block = self.take_lines(thread, owner, span, units);
+        self.disown_unit(Unit::from(span), owner);
+        block
     }
 
-    /// Allocates a block of a span that this thread owns.
+    /// Allocates a block of a unit that this thread owns for this once: the intent names the block, whichever thread owns
+    /// the unit.
+    fn take_one(&self, thread: &ThreadRecord, owner: u64, unit: Unit, class: usize) -> Option<u64> {
+        let block = self.take_block(thread, owner, unit, class);
+        self.disown_unit(unit, owner);
+        block
+    }
+
+    /// Allocates a block of a unit that this thread owns. `None` if it has no room, or was taken back.
     #[inline]
-    fn take_block(&self, thread: &ThreadRecord, span: usize, class: usize) -> Option<u64> {
-        let cut = &CUTS[class];
-        let start = thread.cursors[class].load(Ordering::Relaxed);
+    fn take_block(&self, thread: &ThreadRecord, owner: u64, unit: Unit, class: usize) -> Option<u64> {
+        let meta = Meta::of(self.entry(unit).meta.load(Ordering::Relaxed));
+        if !meta.is_owned(class, owner) {
+            return None;
+        }
+        let cut = meta.small_cut();
+        let cursor = thread.cursors[class].load(Ordering::Relaxed);
+        let start = if cursor < cut.words { cursor } else { 0 };
         for step in 0..cut.words {
             let index = if start + step < cut.words { start + step } else { start + step - cut.words };
-            let word = self.bitmap(span, cut, index);
+            let word = self.bitmap(unit, cut, index);
             let bits = word.load(Ordering::Relaxed);
             if bits == u64::MAX {
                 continue;
             }
             let bit = bits.trailing_ones();
             let number = u64::from(index * 64 + bit);
-            let block = self.span_offset(span) + u64::from(cut.first) + number * u64::from(cut.block_bytes);
-            thread.intents[INTENT_ALLOC].store(block, Ordering::Release);
-            fault::point();
+            let block = self.unit_offset(unit) + u64::from(cut.first) + number * u64::from(cut.block_bytes);
+            if !self.announce(thread, unit, meta, block) {
+                return None;
+            }
             // SeqCst, like the load of `meta` in `free_small`, so that a thread which frees this block later sees our `meta`.
             word.fetch_or(1 << bit, Ordering::SeqCst);
             fault::point();
@@ -126,51 +113,81 @@ impl Inner {
         None
     }
 
-    /// Takes an unowned span of `class` with room, or claims a free one and cuts it for the class.
-    fn own_span(&self, owner: u64, class: usize) -> Result<usize, Error> {
-        match self.try_own_span(owner, class) {
-            Err(_) if self.sweep(owner) => self.try_own_span(owner, class),
+    /// Takes an unowned unit of `class` with room, or claims a free one and cuts it for the class.
+    fn own_unit(&self, owner: u64, class: usize, room: usize) -> Result<Unit, Error> {
+        match self.try_own_unit(owner, class, room) {
+            Err(_) if self.sweep(owner) => self.try_own_unit(owner, class, room),
             done => done,
         }
     }
 
-    fn try_own_span(&self, owner: u64, class: usize) -> Result<usize, Error> {
-        if let Some(span) = self.take_partial(owner, class) {
-            return Ok(span);
+    fn try_own_unit(&self, owner: u64, class: usize, room: usize) -> Result<Unit, Error> {
+        if let Some(unit) = self.take_partial(owner, class) {
+            return Ok(unit);
         }
-        let span = self.claim_span(owner)?;
-        let cut = &CUTS[class];
-        for index in 0..cut.words {
-            self.bitmap(span, cut, index).store(tail_mask(cut, index), Ordering::Relaxed);
+        // A class gets a whole span once it has filled runs of as many tiles.
+        let tiles = self.header().run_tiles[class].load(Ordering::Relaxed) as usize;
+        if room >= SPAN_BYTES
+            && tiles * TILE_BYTES >= SPAN_BYTES
+            && let Ok(unit) = self.own_span(owner, class)
+        {
+            return Ok(unit);
         }
-        fault::point();
-        self.entry(span).meta.store(Meta { state: SMALL, class, owner, spans: 0 }.word(), Ordering::SeqCst);
-        Ok(span)
+        self.own_run(owner, class).or_else(|_| self.own_span(owner, class))
     }
 
-    /// Takes an unowned span of `class` that has room.
-    fn take_partial(&self, owner: u64, class: usize) -> Option<usize> {
-        let words = self.fresh().div_ceil(64);
-        for index in 0..words {
+    /// Claims a free span and cuts it for `class`.
+    fn own_span(&self, owner: u64, class: usize) -> Result<Unit, Error> {
+        let unit = Unit::from(self.claim_span(owner)?);
+        let cut = &CUTS[class];
+        for index in 0..cut.words {
+            self.bitmap(unit, cut, index).store(tail_mask(cut, index), Ordering::Relaxed);
+        }
+        fault::point();
+        self.entry(unit).meta.store(Meta { class, owner, ..Meta::new(SMALL) }.word(), Ordering::SeqCst);
+        Ok(unit)
+    }
+
+    /// Takes an unowned unit of `class` that has room.
+    fn take_partial(&self, owner: u64, class: usize) -> Option<Unit> {
+        for index in 0..self.fresh().div_ceil(64) {
             let hints = self.hints(class, index);
             let mut bits = hints.load(Ordering::Relaxed);
             while bits != 0 {
                 let bit = bits.trailing_zeros();
                 bits &= bits - 1;
-                hints.fetch_and(!(1 << bit), Ordering::SeqCst);
                 let span = index * 64 + bit as usize;
-                let idle = Meta { state: SMALL, class, owner: 0, spans: 0 };
-                fault::point();
-                if !self.swap_meta(span, idle.word(), Meta { owner, ..idle }.word()) {
+                if self.meta(span).state == SPLIT {
+                    if let Some(unit) = self.take_partial_run(span, owner, class) {
+                        return Some(unit);
+                    }
                     continue;
                 }
-                fault::point();
-                if self.has_room(span, &CUTS[class]) {
-                    return Some(span);
+                hints.fetch_and(!(1 << bit), Ordering::SeqCst);
+                if self.take_with_room(Unit::from(span), owner, class) {
+                    return Some(Unit::from(span));
                 }
-                self.disown_span(span, owner);
+                // Its runs, if it was split meanwhile: another thread may have seen the hint that we cleared.
+                if self.meta(span).state == SPLIT {
+                    self.hint(class, span);
+                }
             }
         }
         None
+    }
+
+    /// Takes a unit of `class` if it is unowned and has room.
+    pub(super) fn take_with_room(&self, unit: Unit, owner: u64, class: usize) -> bool {
+        fault::point();
+        let meta = self.meta(unit);
+        if !meta.is_owned(class, 0) || !self.swap_meta(unit, meta.word(), Meta { owner, ..meta }.word()) {
+            return false;
+        }
+        fault::point();
+        let has_room = self.has_room(unit, meta.small_cut());
+        if !has_room {
+            self.disown_unit(unit, owner);
+        }
+        has_room
     }
 }
