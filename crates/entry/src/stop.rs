@@ -7,7 +7,7 @@
 //! The closure runs on a thread of its own, the tracer. When that ends, the kernel lets go of whatever is still traced.
 
 use crate::trace::{Report, Tracer};
-use pagefold_os::{procfs, stat};
+use pagefold_os::{procfs, sched, stat};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use std::{fs, io, thread};
@@ -67,6 +67,8 @@ enum State {
 pub fn with_stopped<T: Send>(pid: i32, act: impl FnOnce(&Stopped) -> T + Send) -> Result<T, StopError> {
     thread::scope(|scope| {
         let tracing = thread::Builder::new().name("tracer".into()).stack_size(256 << 10).spawn_scoped(scope, || {
+            // A worker that donates idle time would let the program stand still for as long as others have work.
+            let _ = sched::take_ordinary_time();
             let mut stopped = Stopped { tracer: Tracer::default(), pid, threads: BTreeMap::new() };
             let result = stopped.stop();
             let done = result.map(|()| act(&stopped));
@@ -258,6 +260,22 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(matches!(with_stopped(pid, |_| ()), Err(StopError::Ended)));
+    }
+
+    /// Also on a busy machine, for a worker of idle priority.
+    #[test]
+    fn a_program_stands_still_at_ordinary_priority() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = child.id() as i32;
+        let policy = thread::spawn(move || {
+            sched::donate_idle_time().unwrap();
+            // SAFETY: returns a number.
+            let policy = || unsafe { libc::sched_getscheduler(0) };
+            (policy(), with_stopped(pid, |_| policy()).unwrap())
+        });
+        assert_eq!(policy.join().unwrap(), (libc::SCHED_IDLE, libc::SCHED_OTHER));
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

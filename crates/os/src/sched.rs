@@ -13,6 +13,16 @@ pub fn donate_idle_time() -> Result<()> {
     unsafe { syscall!(libc::SYS_sched_setscheduler, 0, libc::SCHED_IDLE, core::ptr::from_ref(&param)) }.map(drop)
 }
 
+/// The calling thread competes for processors as threads usually do, whatever it inherited.
+///
+/// # Errors
+/// As sched_setscheduler(2): `EPERM` if its nice value is below what this user may have.
+pub fn take_ordinary_time() -> Result<()> {
+    let param = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the structure outlives the call.
+    unsafe { syscall!(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, core::ptr::from_ref(&param)) }.map(drop)
+}
+
 /// A set of processors, by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cpus([u64; Cpus::WORDS]);
