@@ -2,12 +2,12 @@
 //!
 //! Order: header, thread records, table of spans, hints, tables of tiles, the
 //! structure's fixed part, spans. The tables and hints of a file get pages by
-//! parts, when a span of the part is first claimed. The header's first words never change and carry a checksum, so
-//! that a file of another kind, version or machine is refused.
+//! parts, when a span of the part is first claimed. The header's first words
+//! never change and carry a checksum, so that a file of another kind, version or
+//! machine is refused.
 
 use super::Inner;
 use super::class::{CLASS_COUNT, SPAN_BYTES, TILES};
-use super::span;
 use super::thread_record::{THREADS_MAX, ThreadRecord};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
@@ -71,6 +71,9 @@ pub(super) struct Header {
 
 const _: () = assert!(size_of::<Header>() <= 4096);
 
+/// Bytes of the table entry of a span or a tile.
+pub(super) const ENTRY_BYTES: usize = 16;
+
 /// Spans whose table entries and hints get pages together.
 pub(super) const PART_SPANS: usize = 512;
 
@@ -84,7 +87,7 @@ const HINT_ROWS: usize = CLASS_COUNT + 1;
 const PART_WORDS: usize = PART_SPANS / 64;
 
 /// Bytes of the table of a span's tiles: an entry for each, then a byte for each.
-pub(super) const TILE_TABLE_BYTES: usize = TILES * (size_of::<span::Entry>() + 1);
+pub(super) const TILE_TABLE_BYTES: usize = TILES * (ENTRY_BYTES + 1);
 
 /// Spans of the largest arena: the numbers of units have 32 bits.
 pub(super) const SPANS_MAX: usize = 1 << 23;
@@ -111,7 +114,7 @@ impl Layout {
         let records = 4096;
         let table = records + (THREADS_MAX * size_of::<ThreadRecord>()).next_multiple_of(4096);
         let parts = spans.div_ceil(PART_SPANS);
-        let hints = table + parts * PART_SPANS * size_of::<span::Entry>();
+        let hints = table + parts * PART_SPANS * ENTRY_BYTES;
         let tiles = (hints + parts * HINT_ROWS * PART_WORDS * 8).next_multiple_of(4096);
         let root = (tiles + spans * TILE_TABLE_BYTES).next_multiple_of(2 << 20);
         let data = (root + root_bytes).next_multiple_of(2 << 20);

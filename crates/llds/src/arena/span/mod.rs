@@ -28,7 +28,7 @@ use super::class::{
     CUTS, Cut, LOG, LOG_SPANS_MAX, RUN_CUTS, SMALL_BYTES_MAX, SPAN_BYTES, TILE_BYTES, TILES, class_of, log_cut,
     log_spans,
 };
-use super::layout::{PART_SPANS, TILE_TABLE_BYTES};
+use super::layout::{ENTRY_BYTES, PART_SPANS, TILE_TABLE_BYTES};
 use super::thread_record::ThreadRecord;
 use super::{Error, Inner};
 pub(super) use give_back::SMALL_PAGE_SPANS;
@@ -65,6 +65,8 @@ pub(super) struct Entry {
     /// The bitmap of a class with at most 64 blocks per span; of a log extent, the line up to which it is filled.
     pub bits: AtomicU64,
 }
+
+const _: () = assert!(size_of::<Entry>() == ENTRY_BYTES);
 
 /// A `meta` word taken apart.
 #[derive(Clone, Copy, PartialEq, Eq)]
