@@ -7,6 +7,7 @@ mod omissions;
 mod publish;
 mod read_files;
 mod source;
+pub mod upper;
 mod walk;
 
 pub use apply_layer::apply_tar;

@@ -2,13 +2,14 @@
 //! published last.
 
 use crate::digest::Digest;
-use crate::error::Result;
+use crate::error::{At, Result};
 use crate::link_farm;
 use crate::run_config::RunConfig;
 use crate::store::{BuildStats, Record, Staging, Store};
 use crate::tree::{Data, Tree};
+use rustix::fs::Stat;
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Seek};
 use std::path::Path;
 
 /// A build in progress; dropping it undoes what it has not published.
@@ -78,6 +79,21 @@ impl<'a> Build<'a> {
     /// The reader's, the system's; [`Error::Full`](crate::Error::Full).
     pub fn put_reader(&self, reader: &mut impl Read, what: &Path, tick: impl FnMut(u64)) -> Result<Data> {
         let data = self.staging.put_reader(reader, what, tick)?;
+        self.flush_if_full()?;
+        Ok(data)
+    }
+
+    /// Stores the bytes of an open file, whose state was `stat`. With `may_link` the file becomes the object itself, by a hard
+    /// link, unless another process has it open or its owner may not read it.
+    pub(crate) fn take(&self, file: &mut File, what: &Path, stat: &Stat, may_link: bool) -> Result<Data> {
+        let linked = if may_link { self.staging.link_file(file, what, stat)? } else { None };
+        let data = match linked {
+            Some(data) => data,
+            None => {
+                file.rewind().at(what)?;
+                self.staging.put_reader(file, what, |_| ())?
+            }
+        };
         self.flush_if_full()?;
         Ok(data)
     }

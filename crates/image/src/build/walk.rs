@@ -210,7 +210,7 @@ impl Walk<'_> {
 }
 
 /// The kind of a file, by what stat said; a regular file is empty.
-fn kind(stat: &Stat, target: Box<[u8]>, full: &Path) -> Result<Kind> {
+pub(super) fn kind(stat: &Stat, target: Box<[u8]>, full: &Path) -> Result<Kind> {
     let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
     Ok(match stat.st_mode & libc::S_IFMT {
         libc::S_IFDIR => Kind::Dir(BTreeMap::new()),

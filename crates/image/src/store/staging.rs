@@ -8,14 +8,16 @@
 use super::lease::Lease;
 use super::objects::is_whole;
 use super::{Store, make_dir};
-use crate::digest::Digest;
+use crate::digest::{Digest, hash_reader};
 use crate::error::{At, Error, Result};
+use crate::sys;
 use crate::tree::{Data, INLINE_MAX};
-use rustix::fs::RenameFlags;
+use rustix::fs::{AtFlags, CWD, RenameFlags, Stat};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -174,6 +176,40 @@ impl<'a> Staging<'a> {
         self.stats.objects_new.fetch_add(1, Ordering::Relaxed);
         self.stats.bytes_new.fetch_add(size, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Stages an open file under another name of its own. Returns `None` if it cannot be an object: it is small, its owner may
+    /// not read it, a process has it open or has changed it, or it is on another file system.
+    pub(crate) fn link_file(&self, file: &mut File, what: &Path, stat: &Stat) -> Result<Option<Data>> {
+        let size = stat.st_size as u64;
+        // A file that its owner may not read would be taken for a damaged object.
+        let may_be_object = size > INLINE_MAX && stat.st_mode & 0o400 != 0;
+        let is_unused = |file: &File| matches!(sys::is_open_elsewhere(file), Ok(false));
+        if !may_be_object || !is_unused(file) {
+            return Ok(None);
+        }
+        let (digest, count) = hash_reader(file).at(what)?;
+        self.stats.bytes_hashed.fetch_add(count, Ordering::Relaxed);
+        if count != size {
+            return Ok(None);
+        }
+        if self.has(&digest, size)? {
+            return Ok(Some(Data::Object(digest, size)));
+        }
+        let path = self.scratch_path();
+        let open = format!("/proc/self/fd/{}", file.as_raw_fd());
+        if rustix::fs::linkat(CWD, open, CWD, &path, AtFlags::SYMLINK_FOLLOW).is_err() {
+            return Ok(None);
+        }
+        let after = rustix::fs::fstat(&*file).at(what)?;
+        let is_same =
+            (after.st_size, after.st_mtime, after.st_mtime_nsec) == (stat.st_size, stat.st_mtime, stat.st_mtime_nsec);
+        if !is_same || !is_unused(file) {
+            fs::remove_file(&path).at(&path)?;
+            return Ok(None);
+        }
+        self.stage(digest, size, path)?;
+        Ok(Some(Data::Object(digest, size)))
     }
 
     /// Stages a file's bytes.
@@ -338,7 +374,6 @@ fn write_data(file: &mut File, mut bytes: &[u8]) -> io::Result<()> {
 
 /// Renames `from` to `to` unless that name exists.
 fn rename_new(from: &Path, to: &Path) -> rustix::io::Result<()> {
-    use rustix::fs::CWD;
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         // File systems without the flag (NFS): a link refuses an existing name as well.
         Err(rustix::io::Errno::INVAL) => rustix::fs::link(from, to).and_then(|()| rustix::fs::unlink(from)),

@@ -16,4 +16,5 @@ mod memory;
 mod metadata_directories;
 mod mount_kinds;
 mod profiles;
+mod uppers;
 mod users;

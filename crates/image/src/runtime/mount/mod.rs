@@ -17,6 +17,7 @@ mod choose;
 mod directory;
 mod erofs;
 mod kernel;
+pub mod layers;
 mod native;
 mod options;
 mod request;

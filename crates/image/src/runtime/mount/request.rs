@@ -136,7 +136,7 @@ fn attributes(options: &Options) -> MountAttrFlags {
 ///
 /// The kernel will need few of these pages. Unless they are needed immediately (`keep_cached`), pages that only the check
 /// brought into memory are dropped.
-fn checked_farm(
+pub(super) fn checked_farm(
     store: &Store,
     digest: &Digest,
     lease: &Lease,

@@ -16,16 +16,15 @@ use std::time::{Duration, Instant};
 /// How long an ending mount may still use its upper directory.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Returns true if some mount, in any namespace, has its changes in `upper`. Overlayfs knows, and refuses such a layer to a
+/// Returns true if some mount, in any namespace, has its changes in the directory `layer`. Overlayfs knows, and refuses such a layer to a
 /// mount with an index. The try never mounts: overlayfs checks this first, and next refuses a work directory that is the upper
 /// directory itself, before it writes anything and before it finds that a user namespace has no index. Each refusal is a line
 /// in the kernel's log.
-fn in_use(upper: &Path, user: bool) -> bool {
-    let layer = upper.join("upper");
+pub(super) fn in_use(layer: &Path, user: bool) -> bool {
     let attempt = || -> Result<()> {
         let mut context = Context::new("overlay")?;
         for key in ["lowerdir+", "upperdir", "workdir"] {
-            context.path(key, &layer)?;
+            context.path(key, layer)?;
         }
         if user {
             context.flag("userxattr")?;
@@ -49,7 +48,7 @@ fn make_upper(upper: &Path) -> Result<()> {
 /// Waits until no mount has its changes in `upper`: one may be just ending.
 fn wait_until_unused(upper: &Path, user: bool) -> Result<()> {
     let (began, mut pause) = (Instant::now(), Duration::from_millis(20));
-    while in_use(upper, user) {
+    while in_use(&upper.join("upper"), user) {
         if began.elapsed() > END_PATIENCE {
             return Err(Error::Refused(format!(
                 "mount: {} is in use by another mount; unmount that one, or give --upper another directory",
