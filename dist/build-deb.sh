@@ -1,19 +1,21 @@
 #!/bin/sh
-# Makes the Debian packages pagefold, libforrest0 and libforrest-dev from what cargo built.
-#   cargo build --release -p pagefold -p forrest && dist/build-deb.sh
-#   dist/build-deb.sh --binary PATH --forrest DIR --out DIR
-# Needs dpkg-deb and the built program, which writes its own manual pages and completions. With strip(1) at hand
+# Makes the Debian packages pagefold, pagefold-snapshotter, libforrest0 and libforrest-dev from what cargo built.
+#   cargo build --release -p pagefold -p pagefold-snapshotter -p forrest && dist/build-deb.sh
+#   dist/build-deb.sh --binary PATH --snapshotter PATH --forrest DIR --out DIR
+# Without a built snapshotter its package is left out. Needs dpkg-deb and the built program, which writes its own manual
+# pages and completions. With strip(1) at hand
 # debugging symbols are left out. DEBFULLNAME and DEBEMAIL name the maintainer; SOURCE_DATE_EPOCH makes the packages reproducible.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 built=${CARGO_TARGET_DIR:-$here/target}/release
-binary=$built/pagefold forrest=$built out=$here/target/debian
+binary=$built/pagefold snapshotter=$built/pagefold-snapshotter forrest=$built out=$here/target/debian
 while [ $# -gt 0 ]; do
     case $1 in
     --binary) binary=${2:?a path} ;;
+    --snapshotter) snapshotter=${2:?a path} ;;
     --forrest) forrest=${2:?a directory} ;;
     --out) out=${2:?a directory} ;;
-    *) sed -n '2,6s/^# //p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,7s/^# //p' "$0" >&2; exit 2 ;;
     esac
     shift 2
 done
@@ -84,7 +86,7 @@ pack() {
         echo "Installed-Size: $(du -k --apparent-size -s "$root" | cut -f1)"
         if [ -n "$3" ]; then echo "Depends: $3"; fi
         if [ -n "$4" ]; then echo "Recommends: $4"; fi
-        if [ "$1" != pagefold ]; then echo "Multi-Arch: same"; fi
+        case $1 in libforrest*) echo "Multi-Arch: same" ;; esac
         echo "Description: $5"
         sed 's/^/ /'
     } > "$root/DEBIAN/control"
@@ -131,6 +133,20 @@ keeps one, on a stock kernel of 6.8 or later, with no patch and no module.
 END
 }
 
+containers() {
+    p=pagefold-snapshotter
+    put 755 "$snapshotter" $p/usr/bin/pagefold-snapshotter
+    slim "$work/$p/usr/bin/pagefold-snapshotter"
+    put 644 "$here/dist/systemd/pagefold-snapshotter.service" $p/usr/lib/systemd/system/pagefold-snapshotter.service
+    doc $p
+    for script in postinst prerm postrm; do put 755 "$here/dist/deb/snapshotter.$script" $p/DEBIAN/$script; done
+    pack $p admin "libc6 (>= $(libc_of "$snapshotter")), libgcc-s1" "containerd, pagefold" \
+        "containerd's snapshots in an image store" << 'END'
+A proxy plugin for containerd that keeps layers and containers in an image
+store of pagefold: equal files of any two containers share page cache.
+END
+}
+
 # The very files that install.sh lays out, in Debian's places.
 library() {
     DESTDIR=$work/forrest "$here/crates/forrest/install.sh" /usr "$forrest"
@@ -167,4 +183,5 @@ END
 }
 
 tool
+if [ -f "$snapshotter" ]; then containers; else echo "no $snapshotter: its package is left out"; fi
 library

@@ -21,12 +21,19 @@ fn ok(command: &mut Command) -> String {
     text
 }
 
+/// The snapshotter, a program of another package: it is there when the whole workspace was built.
+fn snapshotter() -> PathBuf {
+    Path::new(TOOL).with_file_name("pagefold-snapshotter")
+}
+
 /// The packages in a directory of their own, compressed fast instead of well.
 fn build() -> tempfile::TempDir {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let beside = std::env::current_exe().expect("a path").parent().expect("a directory").to_path_buf();
     ok(Command::new(source("dist/build-deb.sh"))
-        .args(["--binary", TOOL, "--forrest"])
+        .args(["--binary", TOOL, "--snapshotter"])
+        .arg(snapshotter())
+        .arg("--forrest")
         .arg(beside)
         .arg("--out")
         .arg(dir.path())
@@ -52,7 +59,7 @@ fn package(dir: &Path, name: &str) -> PathBuf {
     found.next().unwrap_or_else(|| panic!("no package {name}"))
 }
 
-/// All three unpacked in one place, without running anything of theirs.
+/// All but the snapshotter's unpacked in one place, without running anything of theirs.
 fn unpacked() -> Option<tempfile::TempDir> {
     let dir = packages()?;
     let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
@@ -128,6 +135,32 @@ fn packages_hold_the_expected_files() {
     let contents = ok(Command::new("dpkg-deb").arg("--contents").arg(package(dir, "pagefold")));
     let pages = contents.lines().filter(|line| line.contains("/man1/pagefold-")).count();
     assert!(pages >= 15, "{pages} manual pages of commands");
+}
+
+#[test]
+fn the_snapshotter_has_a_package_with_its_unit() {
+    let Some(dir) = packages() else { return };
+    if !snapshotter().exists() {
+        return skipped("the snapshotter is not built: cargo build -p pagefold-snapshotter");
+    }
+    let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    ok(Command::new("dpkg-deb").arg("-x").arg(package(dir, "pagefold-snapshotter")).arg(root.path()));
+    let program = root.path().join("usr/bin/pagefold-snapshotter");
+    assert!(ok(Command::new(&program).arg("--version")).starts_with("pagefold-snapshotter "));
+    let unit = "usr/lib/systemd/system/pagefold-snapshotter.service";
+    let text = std::fs::read_to_string(root.path().join(unit)).expect("the unit");
+    // Its mounts must be seen by containerd: these give a service a mount namespace of its own.
+    let isolates = ["ProtectSystem", "ProtectHome", "PrivateTmp", "PrivateDevices", "ReadWritePaths", "ProtectProc"];
+    assert!(!text.lines().any(|line| isolates.iter().any(|option| line.starts_with(option))), "{text}");
+    if installed("systemd-analyze").is_none() {
+        return;
+    }
+    let file = root.path().join("pagefold-snapshotter.service");
+    std::fs::write(&file, text.replace("/usr/bin/pagefold-snapshotter", &program.display().to_string()))
+        .expect("a unit");
+    let checked = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&file).output().expect("it runs");
+    let said = String::from_utf8_lossy(&checked.stderr).into_owned();
+    assert!(!said.contains("pagefold"), "{said}");
 }
 
 #[test]
