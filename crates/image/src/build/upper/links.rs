@@ -51,7 +51,7 @@ pub fn unshare(upper: &Path) -> Result<()> {
         Ok(())
     })?;
     for (stat, names) in files.into_values() {
-        if stat.st_nlink > names.len() as u64 {
+        if stat.st_nlink as usize > names.len() {
             unshare_file(upper, &stat, &names)?;
         }
     }
