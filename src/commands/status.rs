@@ -22,7 +22,7 @@ Saved: memory that would be in use without pagefold, less all that pagefold uses
 records and mappings, and its processes (daemon, keeper and agents).
 Live: managed, memory that pagefold scans; shared, mapped from one copy in the pool; zero, zero
 pages dropped; volatile, pages that change; unshared, unwritten for two scans, without an equal
-page; broken, shared once and written since; longest wait of the program for pagefold.
+page; broken, shared once and written since; p50, p99 and longest wait of the program for pagefold.
 Cold: out, in the tier now; returned, by faults, prefetch and unpark; refaults, pages the program
 waited for, half of them (p50) and 99 of 100 (p99) at most this long; idle, how long a page must
 be idle before it is evicted; lost, pages that cannot return; waste, free slots in slabs.
@@ -192,11 +192,27 @@ fn render(status: &Status, style: Style) -> String {
         units::show_duration(Duration::from_secs_f64(status.uptime_s)),
     );
     if !status.clients.is_empty() {
-        let heading =
-            ["pid", "name", "domain", "managed", "shared", "zero", "volatile", "unshared", "broken", "longest wait"];
+        let heading = [
+            "pid",
+            "name",
+            "domain",
+            "managed",
+            "shared",
+            "zero",
+            "volatile",
+            "unshared",
+            "broken",
+            "p50",
+            "p99",
+            "longest wait",
+        ];
         let mut table = Table::new(style, &heading);
         for client in &status.clients {
             let size = |pages: u64| units::show_size(pages * PAGE);
+            let freeze = |q| {
+                let below = client.freeze_quantile_us(q).map(Duration::from_micros);
+                below.map_or("-".to_owned(), |below| format!("< {}", units::show_duration(below)))
+            };
             let is_parked = status.cold.clients.iter().any(|cold| cold.pid == client.pid && cold.parked);
             let name = match (client.stats.paused, is_parked) {
                 (false, _) => client.name.clone(),
@@ -213,6 +229,8 @@ fn render(status: &Status, style: Style) -> String {
                 size(client.stats.pages_volatile),
                 size(client.stats.pages_unshared),
                 size(client.stats.pages_broken),
+                freeze(0.5),
+                freeze(0.99),
                 units::show_duration(Duration::from_nanos(client.freeze_ns_max)),
             ]);
         }

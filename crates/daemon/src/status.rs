@@ -2,6 +2,7 @@
 
 use pagefold_merge::stats::{ClientStats, DomainStats};
 use pagefold_protocol::channel::Counters;
+use pagefold_protocol::wait_histogram;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
@@ -81,6 +82,19 @@ pub struct Client {
 }
 
 impl Client {
+    /// The duration in microseconds below which a share `q` of all freezes was; `None` if nothing was frozen.
+    pub fn freeze_quantile_us(&self, q: f64) -> Option<u64> {
+        // The client writes the counts: their sum may be larger than any of them can be.
+        let all: u128 = self.freeze_us.iter().map(|count| u128::from(*count)).sum();
+        let wanted = ((all as f64 * q).ceil() as u128).clamp(1, all.max(1));
+        let mut sum = 0;
+        let bucket = self.freeze_us.iter().position(|count| {
+            sum += u128::from(*count);
+            sum >= wanted
+        });
+        bucket.map(wait_histogram::bucket_end)
+    }
+
     /// Takes over what the client's agent counts in the channel. A new counter of the agent needs a field here, and this line.
     pub(crate) fn read_counters(&mut self, counters: &Counters) {
         self.freezes = counters.freezes.load(Ordering::Relaxed);
@@ -163,4 +177,18 @@ pub struct Verified {
     pub wrong_pages: u64,
     /// What is wrong, the ledger's faults included: one line each, the first hundred of a domain.
     pub wrong: Vec<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Client;
+
+    #[test]
+    fn quantiles_of_freezes_are_the_ends_of_their_buckets() {
+        let of = |freeze_us: Vec<u64>, q| Client { freeze_us, ..Client::default() }.freeze_quantile_us(q);
+        assert_eq!(of(vec![0; 8], 0.5), None);
+        assert_eq!([0.5, 0.98, 0.99, 1.0].map(|q| of(vec![98, 0, 1, 0, 1], q)), [Some(1), Some(1), Some(3), Some(5)]);
+        // A hostile client: the sum does not overflow.
+        assert!(of(vec![u64::MAX; 64], 0.5) >= of(vec![1; 64], 0.5));
+    }
 }
