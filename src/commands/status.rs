@@ -191,54 +191,72 @@ fn render(status: &Status, style: Style) -> String {
         units::show_duration(Duration::from_nanos(totals.cpu_ns)),
         units::show_duration(Duration::from_secs_f64(status.uptime_s)),
     );
-    if !status.clients.is_empty() {
-        let heading = [
-            "pid",
-            "name",
-            "domain",
-            "managed",
-            "shared",
-            "zero",
-            "volatile",
-            "unshared",
-            "broken",
-            "p50",
-            "p99",
-            "longest wait",
-        ];
-        let mut table = Table::new(style, &heading);
-        for client in &status.clients {
-            let size = |pages: u64| units::show_size(pages * PAGE);
-            let freeze = |q| {
-                let below = client.freeze_quantile_us(q).map(Duration::from_micros);
-                below.map_or("-".to_owned(), |below| format!("< {}", units::show_duration(below)))
-            };
-            let is_parked = status.cold.clients.iter().any(|cold| cold.pid == client.pid && cold.parked);
-            let name = match (client.stats.paused, is_parked) {
-                (false, _) => client.name.clone(),
-                (true, false) => format!("{} (paused)", client.name),
-                (true, true) => format!("{} (parked)", client.name),
-            };
-            table.row([
-                client.pid.to_string(),
-                name,
-                client.domain.clone(),
-                size(client.stats.pages),
-                size(client.stats.pages_sharing),
-                size(client.stats.pages_zero),
-                size(client.stats.pages_volatile),
-                size(client.stats.pages_unshared),
-                size(client.stats.pages_broken),
-                freeze(0.5),
-                freeze(0.99),
-                units::show_duration(Duration::from_nanos(client.freeze_ns_max)),
-            ]);
-        }
-        out.push('\n');
-        out.push_str(&table.render(0));
-        render_attached(&mut out, status);
-    }
+    render_clients(&mut out, status, style);
     render_cold(&mut out, status, style);
+    render_not_merged(&mut out, status);
+    if !status.unmanaged_processes.is_empty() {
+        out.push_str("\nnot managed:\n");
+        for process in &status.unmanaged_processes {
+            let _ = writeln!(out, "{:>12} {}: {}", process.pid, clean(&process.name), clean(&process.reason));
+        }
+    }
+    out
+}
+
+/// The clients that are merged live.
+fn render_clients(out: &mut String, status: &Status, style: Style) {
+    if status.clients.is_empty() {
+        return;
+    }
+    let heading = [
+        "pid",
+        "name",
+        "domain",
+        "managed",
+        "shared",
+        "zero",
+        "volatile",
+        "unshared",
+        "broken",
+        "p50",
+        "p99",
+        "longest wait",
+    ];
+    let mut table = Table::new(style, &heading);
+    for client in &status.clients {
+        let size = |pages: u64| units::show_size(pages * PAGE);
+        let freeze = |q| {
+            let below = client.freeze_quantile_us(q).map(Duration::from_micros);
+            below.map_or("-".to_owned(), |below| format!("< {}", units::show_duration(below)))
+        };
+        let is_parked = status.cold.clients.iter().any(|cold| cold.pid == client.pid && cold.parked);
+        let name = match (client.stats.paused, is_parked) {
+            (false, _) => client.name.clone(),
+            (true, false) => format!("{} (paused)", client.name),
+            (true, true) => format!("{} (parked)", client.name),
+        };
+        table.row([
+            client.pid.to_string(),
+            name,
+            client.domain.clone(),
+            size(client.stats.pages),
+            size(client.stats.pages_sharing),
+            size(client.stats.pages_zero),
+            size(client.stats.pages_volatile),
+            size(client.stats.pages_unshared),
+            size(client.stats.pages_broken),
+            freeze(0.5),
+            freeze(0.99),
+            units::show_duration(Duration::from_nanos(client.freeze_ns_max)),
+        ]);
+    }
+    out.push('\n');
+    out.push_str(&table.render(0));
+    render_attached(out, status);
+}
+
+/// Why pages of clients are not merged.
+fn render_not_merged(out: &mut String, status: &Status) {
     let mut reasons: std::collections::BTreeMap<&str, u64> = std::collections::BTreeMap::new();
     for client in &status.clients {
         for (why, count) in &client.stats.not_merged {
@@ -263,13 +281,6 @@ fn render(status: &Status, style: Style) -> String {
             let _ = writeln!(out, "{:>12} {why}", units::show_count(count));
         }
     }
-    if !status.unmanaged_processes.is_empty() {
-        out.push_str("\nnot managed:\n");
-        for process in &status.unmanaged_processes {
-            let _ = writeln!(out, "{:>12} {}: {}", process.pid, clean(&process.name), clean(&process.reason));
-        }
-    }
-    out
 }
 
 /// Which clients ran before they became clients, and what stops cost them.
