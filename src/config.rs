@@ -4,6 +4,7 @@
 //! read by that option's own parser, so file and command line cannot drift apart. What the file says becomes the
 //! option's default, and so the command line wins.
 
+use crate::attach_rules;
 use crate::error::Error;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
@@ -13,6 +14,7 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 /// The file of the whole machine.
@@ -42,6 +44,9 @@ const SECTIONS: &[Section] = &[
     Section { name: "disk", command: &["disk", "mount"], not_keys: &["background", "nbd", "json"] },
     Section { name: "image", command: &["image"], not_keys: &[] },
 ];
+
+/// The option of the daemon that may also be a list of tables.
+const ATTACH: &str = "attach";
 
 /// Options that mean nothing without another one.
 const NEEDS: &[(&str, &str, &str)] = &[("run", "refault_budget", "cold"), ("run", "tier_max", "cold")];
@@ -304,9 +309,13 @@ fn settings_of(command: &Command, text: &str) -> Result<Vec<Setting>, Wrong> {
             settings.push(Setting { section: "", id: key.to_owned(), value });
             continue;
         }
+        if key == ATTACH {
+            settings.push(Setting { section: "daemon", id: ATTACH.to_owned(), value: attach_rules_of(value)? });
+            continue;
+        }
         let Some(section) = SECTIONS.iter().find(|section| section.name == key) else {
             let tables: Vec<String> = SECTIONS.iter().map(|section| format!("[{}]", section.name)).collect();
-            let what = format!("unknown; there are {} and {}", SHARED.join(", "), tables.join(", "));
+            let what = format!("unknown; there are {} and {}, [[{ATTACH}]]", SHARED.join(", "), tables.join(", "));
             return Err(Wrong::new(span, key, what));
         };
         let Some(inner) = value.get_ref().as_table() else {
@@ -324,7 +333,41 @@ fn settings_of(command: &Command, text: &str) -> Result<Vec<Setting>, Wrong> {
             settings.push(Setting { section: section.name, id: arg.get_id().to_string(), value });
         }
     }
+    if settings.iter().filter(|setting| setting.section == "daemon" && setting.id == ATTACH).count() > 1 {
+        return Err(Wrong::new(0..0, ATTACH, "is there twice: as a key of [daemon] and as tables"));
+    }
     Ok(settings)
+}
+
+/// The tables `[[attach]]`, a rule each, as `--attach` would have them.
+fn attach_rules_of(value: &Spanned<DeValue<'_>>) -> Result<String, Wrong> {
+    let tables: Option<Vec<_>> = value
+        .get_ref()
+        .as_array()
+        .map(|array| array.iter().filter_map(|rule| Some((rule.span(), rule.get_ref().as_table()?))).collect());
+    let Some(tables) = tables.filter(|tables| !tables.is_empty()) else {
+        return Err(Wrong::new(
+            value.span(),
+            ATTACH,
+            format!("is a list of tables: write [[{ATTACH}]] above each rule"),
+        ));
+    };
+    let mut rules = Vec::new();
+    for (span, table) in tables {
+        let mut conditions = Vec::new();
+        for (name, value) in table {
+            let key = format!("{ATTACH}.{}", name.get_ref());
+            let text = plain(value.get_ref()).filter(|text| !text.contains([',', ';']));
+            let Some(text) = text else {
+                return Err(Wrong::new(value.span(), key, "takes a string or number, without `,` and `;`"));
+            };
+            conditions.push(format!("{}={text}", name.get_ref()));
+        }
+        let rule = conditions.join(",");
+        attach_rules::parse(&rule).map_err(|why| Wrong::new(span, ATTACH, why))?;
+        rules.push(rule);
+    }
+    Ok(rules.join(";"))
 }
 
 /// The value as the command line would have it, if its type is the option's and the option's parser takes it.
@@ -507,7 +550,8 @@ mod tests {
         for arg in daemon.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_long().is_some()) {
             let id = arg.get_id().as_str();
             let known = found.contains_key(&format!("daemon.{id}")) || found.contains_key(&format!(".{id}"));
-            assert!(known || ["config", "help", "version"].contains(&id), "--{id} has no key");
+            let is_one_call = SECTIONS.iter().any(|section| section.name == "daemon" && section.not_keys.contains(&id));
+            assert!(known || is_one_call || ["config", "help", "version"].contains(&id), "--{id} has no key");
         }
     }
 
@@ -518,6 +562,17 @@ mod tests {
             let key = line.strip_prefix('#').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_lowercase()));
             assert!(!key || (index > 0 && lines[index - 1].starts_with("# ")), "{line}: no explanation above it");
         }
+    }
+
+    #[test]
+    fn rules_may_be_tables() {
+        let text = "[[attach]]\nexe = \"/usr/bin/qemu-*\"\nmin = \"64M\"\n\n[[attach]]\nuser = 0\ndomain = \"d\"\n";
+        let settings = settings_of(&command(), text).map_err(|wrong| wrong.show(Path::new("f"), text)).expect("taken");
+        let [setting] = &settings[..] else { panic!("{settings:?}") };
+        assert_eq!((setting.section, setting.id.as_str()), ("daemon", "attach"));
+        let rules = attach_rules::parse(&setting.value).expect("rules");
+        let expected = attach_rules::parse("exe=/usr/bin/qemu-*,min=64M; user=0,domain=d").expect("rules");
+        assert_eq!(rules, expected);
     }
 
     #[test]
@@ -551,6 +606,11 @@ mod tests {
             ("[disk]\nbackground = true", "f:2: disk.background: unknown key"),
             ("[image]\nstore = [1]", "f:2: image.store: takes a string in quotes, not an array"),
             ("socket = 1", "f:1: socket: takes a string in quotes, not an integer"),
+            ("attach = 1", "f:1: attach: is a list of tables: write [[attach]]"),
+            ("[attach]\nexe = \"/bin/x\"", "f:1: attach: is a list of tables: write [[attach]]"),
+            ("\n[[attach]]\nmin = 3\n", "f:2: attach: `min=3` would attach every program"),
+            ("[[attach]]\nexe = \"/a,b\"\n", "f:2: attach.exe: takes a string or number, without"),
+            ("[[attach]]\nsize = 3\n", "f:1: attach: `size` is no key"),
             ("[daemon]\nscan_interval = \n", "f:2: no TOML: "),
             ("[daemon]\nscan_interval = 2\nscan_interval = 3\n", "f:3: no TOML: "),
         ] {
