@@ -76,7 +76,7 @@ pub struct Client {
     pub stop_ns: u64,
     /// Longest such stop, in nanoseconds.
     pub stop_ns_max: u64,
-    /// Freezes by duration: entry `i` counts those below [`wait_histogram::bucket_end`](pagefold_protocol::wait_histogram::bucket_end)`(i)`
+    /// Freezes by duration: entry `i` counts those below [`wait_histogram::bucket_end`]`(i)`
     /// microseconds that no earlier entry counts, four entries to an octave.
     pub freeze_us: Vec<u64>,
 }
