@@ -3,6 +3,7 @@
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use rustix::fs::Stat;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::ffi::{CString, c_void};
 use std::fs::File;
@@ -62,6 +63,12 @@ pub fn write_out(file: impl AsFd) {
     let how = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE;
     // SAFETY: sync_file_range takes integers and no pointer; the descriptor is borrowed for the call.
     unsafe { libc::sync_file_range(file.as_fd().as_raw_fd(), 0, 0, how) };
+}
+
+/// True if nothing shows that the bytes of a file changed between two looks at it. Its links may have.
+pub fn is_unwritten(before: &Stat, after: &Stat) -> bool {
+    let state = |stat: &Stat| (stat.st_size, stat.st_mtime, stat.st_mtime_nsec);
+    state(before) == state(after)
 }
 
 /// Returns true if `file` is open elsewhere, in a kernel mount too: a write lease would conflict.

@@ -4,7 +4,7 @@ use crate::error::{At, Error, Result};
 use crate::format::erofs;
 use crate::store::FileState;
 use crate::tree::{Meta, Xattrs};
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, Stat, StatxFlags};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, ResolveFlags, Stat, StatxFlags};
 use rustix::io::Errno;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -179,6 +179,19 @@ pub(super) fn meta(stat: &Stat, xattrs: Xattrs) -> Meta {
         mtime_ns: stat.st_mtime_nsec as u32,
         xattrs,
     }
+}
+
+/// The names in a directory but for itself and its parent, in order: equal directories give equal trees.
+pub(super) fn names(dir: &OwnedFd, full: &Path) -> Result<Vec<Vec<u8>>> {
+    let mut names = Vec::new();
+    for entry in Dir::read_from(dir).at(full)? {
+        let name = entry.at(full)?.file_name().to_bytes().to_vec();
+        if name != b"." && name != b".." {
+            names.push(name);
+        }
+    }
+    names.sort_unstable();
+    Ok(names)
 }
 
 /// The size and times by which a change of a file shows.

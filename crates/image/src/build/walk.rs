@@ -1,12 +1,14 @@
 //! The walk over a source directory: names and metadata go into the tree, and regular files are listed to be read.
 
 use super::omissions::{Omissions, WHITEOUT, clean_xattrs, is_whiteout};
-use super::source::{GONE, OpenFile, Source, file_state, is_mounted, last_name, meta, read_xattrs, stat_and_target};
+use super::source::{
+    GONE, OpenFile, Source, file_state, is_mounted, last_name, meta, names, read_xattrs, stat_and_target,
+};
 use crate::error::{At, Result};
 use crate::format::erofs;
 use crate::store::FileState;
 use crate::tree::{Data, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs};
-use rustix::fs::{Dir, FileType, Stat};
+use rustix::fs::{FileType, Stat};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
@@ -114,17 +116,7 @@ impl Walk<'_> {
             self.omissions.add(reason, path.as_os_str().as_bytes());
             return Ok(());
         }
-        let full = self.source.full(path);
-        let mut names = Vec::new();
-        for entry in Dir::read_from(&dir).at(&full)? {
-            let name = entry.at(&full)?.file_name().to_bytes().to_vec();
-            if name != b"." && name != b".." {
-                names.push(name);
-            }
-        }
-        // Only the inode numbers of the tree depend on the order.
-        names.sort_unstable();
-        names.iter().try_for_each(|name| self.entry(&dir, id, path, name))
+        names(&dir, &self.source.full(path))?.iter().try_for_each(|name| self.entry(&dir, id, path, name))
     }
 
     /// Adds `name` of the directory `dir` to the tree.

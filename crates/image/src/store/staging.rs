@@ -202,9 +202,7 @@ impl<'a> Staging<'a> {
             return Ok(None);
         }
         let after = rustix::fs::fstat(&*file).at(what)?;
-        let is_same =
-            (after.st_size, after.st_mtime, after.st_mtime_nsec) == (stat.st_size, stat.st_mtime, stat.st_mtime_nsec);
-        if !is_same || !is_unused(file) {
+        if !sys::is_unwritten(stat, &after) || !is_unused(file) {
             fs::remove_file(&path).at(&path)?;
             return Ok(None);
         }

@@ -1,11 +1,11 @@
 //! What the tests share: a store, a tree and a mount point in a temporary directory.
 
 use crate::common::build_dir;
+pub use crate::scratch::Scratch;
 use pagefold_image::mount::{Kind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::{Error, Result, export, mount};
-use pagefold_os::mountinfo;
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -14,15 +14,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-
-/// Why privileged tests cannot run here, if so.
-pub fn missing() -> Option<&'static str> {
-    if !rustix::process::geteuid().is_root() {
-        return Some("needs root");
-    }
-    let filesystems = fs::read_to_string("/proc/filesystems").unwrap_or_default();
-    (!filesystems.contains("erofs") || !filesystems.contains("overlay")).then_some("needs EROFS and overlayfs")
-}
 
 /// Unmounts `at`. A child process of a test that runs at the same time has copies of our descriptors until it executes its
 /// program, so the mount may be in use for a moment.
@@ -34,40 +25,6 @@ pub fn umount(at: &Path) {
             other => return other.unwrap(),
         }
         std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-/// A temporary directory; mounts below it are unmounted before it is removed.
-pub struct Scratch(tempfile::TempDir);
-
-impl Scratch {
-    /// `None` after saying why privileged tests cannot run here.
-    pub fn new() -> Option<Self> {
-        match missing() {
-            Some(why) => println!("SKIPPED: {why}"),
-            None => return Some(Self(tempfile::tempdir().unwrap())),
-        }
-        None
-    }
-
-    pub fn path(&self) -> &Path {
-        self.0.path()
-    }
-
-    pub fn dir(&self, name: &str) -> PathBuf {
-        let path = self.0.path().join(name);
-        fs::create_dir_all(&path).unwrap();
-        path
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let table = fs::read("/proc/self/mountinfo").unwrap_or_default();
-        let mounted: Vec<_> = mountinfo::parse(&table).filter(|mount| mount.at.starts_with(self.0.path())).collect();
-        for mount in mounted.iter().rev() {
-            let _ = rustix::mount::unmount(&mount.at, rustix::mount::UnmountFlags::DETACH);
-        }
     }
 }
 

@@ -3,6 +3,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/scratch.rs"]
+mod scratch;
 
 mod changes;
 mod children;

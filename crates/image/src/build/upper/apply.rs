@@ -2,13 +2,14 @@
 
 use crate::build::Build;
 use crate::build::omissions::{Omissions, clean_xattrs, is_whiteout};
-use crate::build::source::{OpenFile, Source, file_state, meta, read_xattrs, stat_and_target};
+use crate::build::source::{OpenFile, Source, file_state, meta, names, read_xattrs, stat_and_target};
 use crate::build::walk::kind;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::layout::placed_objects;
+use crate::sys;
 use crate::tree::{self, Data, Id, Inode, Kind, ROOT, Tree, Xattrs, show};
-use rustix::fs::{Dir, Stat};
+use rustix::fs::Stat;
 use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
@@ -99,16 +100,7 @@ impl Upper<'_, '_> {
     fn directory(&mut self, path: &Path, id: Id, below: Option<Id>) -> Result<()> {
         let full = self.source.full(path);
         let Some(dir) = self.source.open_dir(path)? else { return Err(changed(&full)) };
-        let mut names = Vec::new();
-        for entry in Dir::read_from(&dir).at(&full)? {
-            let name = entry.at(&full)?.file_name().to_bytes().to_vec();
-            if name != b"." && name != b".." {
-                names.push(name);
-            }
-        }
-        // Equal directories give equal trees.
-        names.sort_unstable();
-        names.iter().try_for_each(|name| self.entry(&dir, path, id, below, name))
+        names(&dir, &full)?.iter().try_for_each(|name| self.entry(&dir, path, id, below, name))
     }
 
     /// Applies `name` of the directory `dir`.
@@ -217,9 +209,7 @@ impl Upper<'_, '_> {
         let OpenFile { file, path, stat } = open;
         let data = self.build.take(file, path, stat, !self.options.copy)?;
         let after = rustix::fs::fstat(&*file).at(&*path)?;
-        let is_same = (stat.st_size, stat.st_mtime, stat.st_mtime_nsec)
-            == (after.st_size, after.st_mtime, after.st_mtime_nsec)
-            && data.size() == after.st_size as u64;
+        let is_same = sys::is_unwritten(stat, &after) && data.size() == after.st_size as u64;
         Ok(is_same.then_some(data))
     }
 

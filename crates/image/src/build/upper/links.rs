@@ -1,9 +1,9 @@
 //! The hard links between an upper directory and the store, and how either side is rid of them.
 
-use crate::build::source::{Source, read_xattrs};
+use crate::build::source::{Source, names, read_xattrs};
 use crate::error::{At, Result};
 use crate::remove_tree::remove_tree;
-use rustix::fs::{Dir, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, XattrFlags};
+use rustix::fs::{FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, XattrFlags};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -101,13 +101,10 @@ fn each_linked_file(upper: &Path, mut each: impl FnMut(&Path, &Stat) -> Result<(
     while let Some(path) = todo.pop() {
         let full = source.full(&path);
         let Some(dir) = source.open_dir(&path)? else { continue };
-        for entry in Dir::read_from(&dir).at(&full)? {
-            let name = entry.at(&full)?.file_name().to_owned();
-            if name.as_bytes() == b"." || name.as_bytes() == b".." {
-                continue;
-            }
-            let at = path.join(OsStr::from_bytes(name.as_bytes()));
-            let stat = rustix::fs::statat(&dir, &name, rustix::fs::AtFlags::SYMLINK_NOFOLLOW).at(source.full(&at))?;
+        for name in names(&dir, &full)? {
+            let name = OsStr::from_bytes(&name);
+            let at = path.join(name);
+            let stat = rustix::fs::statat(&dir, name, rustix::fs::AtFlags::SYMLINK_NOFOLLOW).at(source.full(&at))?;
             match FileType::from_raw_mode(stat.st_mode) {
                 FileType::Directory => todo.push(at),
                 FileType::RegularFile if stat.st_nlink > 1 => each(&source.full(&at), &stat)?,
