@@ -142,10 +142,10 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         let is_root = unsafe { libc::geteuid() } == 0;
         let enters = can_be_entered && is_root && !args.client.cold && cfg!(target_arch = "x86_64");
         let free = args.backend == Backend::Auto && !args.client.cold && args.client.domain.is_none();
-        let then = match () {
-            () if enters => "the daemon enters it while it runs",
-            () if free => "it runs unmerged; root's daemon could enter it, and --backend ksm can serve it",
-            () => "it runs unmerged",
+        let then = match (enters, free) {
+            (true, _) => "the daemon enters it while it runs",
+            (false, true) => "it runs unmerged; root's daemon could enter it, and --backend ksm can serve it",
+            (false, false) => "it runs unmerged",
         };
         note!("pagefold: {} {why}: {then}", args.command[0].to_string_lossy());
     }

@@ -5,6 +5,7 @@ use crate::output::{Style, Table, clean, print, print_json};
 use crate::remote_status::ImageStore;
 use crate::{daemon_client, units};
 use pagefold_daemon::status::Status;
+use pagefold_tier::quantile_bucket;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -121,7 +122,7 @@ fn render_cold(out: &mut String, status: &Status, style: Style) {
         let mut table = Table::new(style, &heading);
         for client in &status.cold.clients {
             let quantile = |q| {
-                let bucket = bucket_of(&client.fault_us_log2, q);
+                let bucket = quantile_bucket(&client.fault_us_log2, q);
                 bucket.map_or("-".to_owned(), |bucket| {
                     format!("< {}", units::show_duration(Duration::from_micros(1 << bucket)))
                 })
@@ -146,16 +147,6 @@ fn render_cold(out: &mut String, status: &Status, style: Style) {
         out.push('\n');
         out.push_str(&table.render(0));
     }
-}
-
-/// The bucket in which quantile `q` lies.
-fn bucket_of(counts: &[u64], q: f64) -> Option<usize> {
-    let wanted = (counts.iter().sum::<u64>() as f64 * q).ceil() as u64;
-    let mut sum = 0;
-    counts.iter().position(|count| {
-        sum += count;
-        sum >= wanted && sum > 0
-    })
 }
 
 fn render(status: &Status, style: Style) -> String {

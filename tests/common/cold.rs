@@ -96,9 +96,7 @@ impl Host {
     }
 
     fn keeper_path(&self) -> PathBuf {
-        let mut path = self.socket.clone().into_os_string();
-        path.push(".keeper");
-        path.into()
+        pagefold_daemon::cold::keeper_path(&self.socket)
     }
 
     pub fn keeper_pid(&self) -> Option<i32> {

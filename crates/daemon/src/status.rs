@@ -3,6 +3,7 @@
 use pagefold_merge::stats::{ClientStats, DomainStats};
 use pagefold_protocol::channel::Counters;
 use pagefold_protocol::wait_histogram;
+use pagefold_tier::quantile_bucket;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
@@ -84,15 +85,7 @@ pub struct Client {
 impl Client {
     /// The duration in microseconds below which a share `q` of all freezes was; `None` if nothing was frozen.
     pub fn freeze_quantile_us(&self, q: f64) -> Option<u64> {
-        // The client writes the counts: their sum may be larger than any of them can be.
-        let all: u128 = self.freeze_us.iter().map(|count| u128::from(*count)).sum();
-        let wanted = ((all as f64 * q).ceil() as u128).clamp(1, all.max(1));
-        let mut sum = 0;
-        let bucket = self.freeze_us.iter().position(|count| {
-            sum += u128::from(*count);
-            sum >= wanted
-        });
-        bucket.map(wait_histogram::bucket_end)
+        quantile_bucket(&self.freeze_us, q).map(wait_histogram::bucket_end)
     }
 
     /// Takes over what the client's agent counts in the channel. A new counter of the agent needs a field here, and this line.

@@ -51,5 +51,5 @@ pub use clean::Cleaned;
 pub use codec::{Codec, RAW_ABOVE_BYTES};
 pub use config::{Config, Effort};
 pub use error::{AdoptError, CreateError, LoadError, StoreError};
-pub use stats::{LATENCY_BUCKETS, Stats};
+pub use stats::{LATENCY_BUCKETS, Stats, quantile_bucket};
 pub use tier::{Stored, Tier};

@@ -82,15 +82,20 @@ impl Stats {
 
     /// Upper bound in us of the bucket in which quantile `q` of the loads lies; `None` without loads.
     pub fn load_us_quantile(&self, q: f64) -> Option<u64> {
-        let total: u64 = self.load_us.iter().sum();
-        let wanted = (total as f64 * q).ceil() as u64;
-        let mut sum = 0;
-        let bucket = self.load_us.iter().position(|count| {
-            sum += count;
-            sum >= wanted && sum > 0
-        });
-        bucket.map(|bucket| 1 << bucket)
+        quantile_bucket(&self.load_us, q).map(|bucket| 1 << bucket)
     }
+}
+
+/// The bucket of a histogram in which quantile `q` lies; `None` if nothing was counted. Counts of a hostile client do not overflow.
+pub fn quantile_bucket(counts: &[u64], q: f64) -> Option<usize> {
+    let total: u128 = counts.iter().map(|count| u128::from(*count)).sum();
+    // No more than there are: a large number is rounded.
+    let wanted = ((total as f64 * q).ceil() as u128).min(total);
+    let mut sum = 0;
+    counts.iter().position(|count| {
+        sum += u128::from(*count);
+        sum >= wanted && sum > 0
+    })
 }
 
 macro_rules! counters {

@@ -14,7 +14,7 @@ const WAITING_MAX: usize = 1024;
 /// How long a keeper may take to make room for a child, in milliseconds.
 const SEND_MS: u64 = 100;
 
-/// Where children go; -1 if nobody takes them.
+/// The socket by which children go to the keeper or the daemon; -1 if there is none.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
 /// Descriptors of children that wait, -1 in free places. Only the agent's first thread reads the events of forks, and connects.
 static WAITING: [AtomicI32; WAITING_MAX] = [const { AtomicI32::new(-1) }; WAITING_MAX];

@@ -22,7 +22,7 @@ const ANSWER_MS: u64 = 10_000;
 /// How often programs are looked for that satisfy a rule.
 const RULES_LOOK: Duration = Duration::from_secs(1);
 /// How often a program is tried that cannot be attached.
-const REFUSALS_MAX: u32 = 5;
+pub(crate) const TRIES_MAX: u32 = 5;
 
 /// The agent of an attached program sees no moves and forks either.
 const ATTACHED_FEATURES: u64 = HOLD_FEATURES | uffd::FEATURE_EVENT_REMAP | uffd::FEATURE_EVENT_FORK;
@@ -76,7 +76,7 @@ pub(crate) fn follow_rules(daemon: &Daemon) {
             // Most programs that begin soon end, or become others.
             let (mut refused, mut next) = seen.get(&(pid, started)).copied().unwrap_or((0, now + RULES_LOOK / 2));
             let is_left = lock(&daemon.detached).contains(&(pid, started));
-            if !is_left && !is_client(daemon, pid) && refused < REFUSALS_MAX && now >= next {
+            if !is_left && !is_client(daemon, pid) && refused < TRIES_MAX && now >= next {
                 if let Err(reason) = attach(daemon, pid, &rule.domain, Manage::All, 0) {
                     daemon.refusals.note(pid, reason);
                     refused += 1;

@@ -1,7 +1,7 @@
 //! Programs that were started to be clients, as their environment says, and into which the preloaded agent cannot load: static ones,
 //! and those of musl. The daemon enters them soon after their start, or `status` says why not.
 
-use crate::service::attach::{Manage, attach, is_client};
+use crate::service::attach::{Manage, TRIES_MAX, attach, is_client};
 use crate::service::daemon::Daemon;
 use pagefold_os::exec_events::ExecEvents;
 use pagefold_os::procfs;
@@ -17,8 +17,6 @@ const LOOK: Duration = Duration::from_millis(500);
 const QUIET_MS: i32 = 5000;
 /// How often a program is looked at that has nothing to merge yet.
 const LOOK_MAX: Duration = Duration::from_secs(30);
-/// How often a program is tried that cannot be entered.
-const REFUSALS_MAX: u32 = 5;
 /// Anonymous memory below which a program is left alone.
 const ANONYMOUS_MIN: u64 = 1 << 20;
 
@@ -78,7 +76,7 @@ fn serve(daemon: &Daemon, pid: i32, program: &mut Program, now: Instant) -> bool
     }
     program.pause = (program.pause * 2).min(LOOK_MAX);
     program.next = now + program.pause;
-    program.refused < REFUSALS_MAX
+    program.refused < TRIES_MAX
 }
 
 /// What program `pid` asks this daemon for. The environment of a program with other rights than its user's is not the word of that user.
