@@ -169,9 +169,13 @@ impl Drop for Host {
 }
 
 /// True if the process is gone, or nothing is left of it but its number.
+///
+/// Its first thread may be a zombie while others still end: until the last of them has, its descriptors are open.
 pub fn has_ended(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit(')').next().is_none_or(|behind| behind.trim_start().is_empty() || behind.starts_with(" Z"))
+    let is_zombie = |behind: &str| behind.trim_start().is_empty() || behind.starts_with(" Z");
+    let threads = || std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
+    stat.rsplit(')').next().is_none_or(is_zombie) && threads() <= 1
 }
 
 pub fn kill(pid: i32) {
