@@ -140,7 +140,7 @@ fn keys_size_and_end() {
     window.press("2");
     window.wait_for("pagefold disk --help");
     window.press("1s");
-    window.wait_for("sort: managed");
+    window.wait_for("s managed");
     let bottom = |screen: &vt100::Screen, row: u16| {
         screen.rows(0, 40).nth(usize::from(row)).is_some_and(|line| line.starts_with("q quit"))
     };
@@ -243,15 +243,33 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     });
     // Filtered by domain: the other one's table is empty, its own is not.
     window.press("d");
-    window.wait_for("domain: attic");
+    window.wait_for("d attic");
     window.wait_for("(parked)");
     window.press("1");
     window.wait_for("No clients");
     window.press("d");
-    window.wait_for("domain: default");
+    window.wait_for("d default");
     window.wait_for("pagefold  default  saves ");
     window.press("d");
-    window.wait_for("domain: all");
+    window.wait_for("d all domains");
+
+    // Back by a key, then found by its name and unmerged after a question.
+    let (worker, sleeper) = (client.0.id(), sleeper.0.id());
+    window.press("4j");
+    window.wait_for("p park");
+    window.press("p");
+    window.wait_for(&format!("{sleeper} is back: "));
+    window.press("1\x1b/default\r");
+    window.wait("the other client alone", |screen| {
+        let text = screen.contents();
+        text.contains(&format!(" {worker} python3")) && !text.contains(&format!(" {sleeper} python3"))
+    });
+    window.press("ju");
+    window.wait_for(&format!("unmerge {worker}? "));
+    window.press("y");
+    window.wait_for(&format!("{worker}: "));
+    window.wait_for("private again");
+    window.press("\x1b");
 
     // No flicker: sample after sample only what changed is written, and the screen is never wiped.
     let wiped = count(&window.raw, b"\x1b[2J");

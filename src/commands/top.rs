@@ -2,15 +2,16 @@
 
 use crate::daemon_client;
 use crate::error::Error;
-use crate::top::{Act, Disk, Images, Sample, View, screen};
+use crate::top::{Act, Disk, Host, Images, Order, Sample, View, screen};
 use crate::{remote_status, units};
 use crossterm::event::{self, Event, KeyEventKind};
+use pagefold_daemon::cold::ClientSelector;
 use pagefold_daemon::control::{self, Answer, Request};
 use std::io::{ErrorKind, IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::time::{Duration, Instant};
 
 /// Shortest time between samples: a sample costs the daemon a walk over its clients.
@@ -29,7 +30,8 @@ const AT_ONCE: Duration = Duration::from_millis(1);
   pagefold top --interval 250ms
   ssh -t host pagefold top
 
-Keys: q quit, ? help, Tab panes, s sort, r reverse, d domain, arrows select, Space keep still.
+Keys: q quit, ? help, Tab panes, s sort, r reverse, d domain, / filter, arrows select, p park, u unmerge,
+Space keep still.
 Without a terminal use `pagefold status --json`.")]
 pub struct Args {
     /// Time between two samples
@@ -49,7 +51,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         return Err("top: cannot draw on this terminal (TERM=dumb); use `pagefold status`".into());
     }
     let socket = args.daemon.socket()?;
-    let samples = sample_every(args.interval.max(INTERVAL_MIN), socket);
+    let samples = sample_every(args.interval.max(INTERVAL_MIN), socket.clone());
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     end_with_the_window();
     for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
@@ -57,7 +59,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
     }
     let mut terminal = ratatui::try_init()?;
-    let shown = show(&mut terminal, View::new(!no_color), &samples);
+    let shown = show(&mut terminal, View::new(!no_color), &samples, &socket);
     let restored = ratatui::try_restore();
     match SIGNAL.load(Ordering::Relaxed) {
         0 => shown.and(restored).map(|()| ExitCode::SUCCESS).map_err(Error::from),
@@ -88,8 +90,10 @@ fn show(
     terminal: &mut ratatui::DefaultTerminal,
     mut view: View,
     samples: &Receiver<Sample>,
+    socket: &Path,
 ) -> Result<(), std::io::Error> {
     let mut changed = true;
+    let (told, answers) = channel();
     while SIGNAL.load(Ordering::Relaxed) == 0 {
         if changed {
             terminal.draw(|frame| screen::draw(frame, &view))?;
@@ -97,6 +101,10 @@ fn show(
         }
         while let Ok(sample) = samples.try_recv() {
             view.push(sample);
+            changed = true;
+        }
+        while let Ok(answer) = answers.try_recv() {
+            view.message = Some(answer);
             changed = true;
         }
         // Keys typed ahead are all taken before the next drawing.
@@ -113,6 +121,10 @@ fn show(
                 Event::Key(key) if key.kind != KeyEventKind::Release => match view.key(key) {
                     Act::Quit => return Ok(()),
                     Act::Draw => changed = true,
+                    Act::Ask(order) => {
+                        view.message = Some(begin(order, socket, told.clone()));
+                        changed = true;
+                    }
                     Act::None => {}
                 },
                 Event::Resize(..) => changed = true,
@@ -121,6 +133,42 @@ fn show(
         }
     }
     Ok(())
+}
+
+/// Asks the daemon on a thread of its own, which tells what came of it; returns what is to be read meanwhile.
+fn begin(order: Order, socket: &Path, told: Sender<String>) -> String {
+    let (request, meanwhile) = match order {
+        Order::Park(pid) => (Request::Park { clients: ClientSelector::Pid(pid) }, format!("parking {pid}")),
+        Order::Unpark(pid) => (Request::Unpark { clients: ClientSelector::Pid(pid) }, format!("unparking {pid}")),
+        Order::Unmerge(pid) => (Request::Unmerge { pid }, format!("unmerging {pid}")),
+    };
+    let socket = socket.to_owned();
+    // If the window has closed meanwhile nothing reads it, and the daemon goes on.
+    std::thread::spawn(move || drop(told.send(outcome(order, control::ask(&socket, &request)))));
+    meanwhile
+}
+
+fn outcome(order: Order, answer: std::io::Result<Answer>) -> String {
+    let size = |pages: u64| units::show_size(pages * pagefold_os::PAGE_SIZE as u64);
+    let (Order::Park(pid) | Order::Unpark(pid) | Order::Unmerge(pid)) = order;
+    match answer {
+        Ok(Answer::Moved { pages, .. }) if order == Order::Park(pid) => {
+            format!("{pid} is parked: {} went", size(pages))
+        }
+        Ok(Answer::Moved { pages, .. }) => format!("{pid} is back: {} came", size(pages)),
+        Ok(Answer::Unmerged { count, left: 0 }) => format!("{pid}: {} private again", size(count)),
+        Ok(Answer::Unmerged { count, left }) => {
+            format!("{pid}: {} private again, {} stay shared: see `pagefold unmerge`", size(count), size(left))
+        }
+        Ok(Answer::Error { message }) => message,
+        Ok(_) => "the daemon gives other answers than this version expects".into(),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn host() -> Host {
+    let (available_bytes, memory_bytes) = pagefold_os::procfs::available_and_total();
+    Host { name: pagefold_os::probe::host_name(), available_bytes, memory_bytes }
 }
 
 /// Samples on a thread of its own: a daemon that does not answer must not keep the keys from working.
@@ -156,7 +204,7 @@ fn take_sample(socket: &Path, started: Instant) -> Sample {
         // The cure first: the line may be cut.
         Err(error) => (None, Some(format!("no daemon; `pagefold run` starts one ({}: {error})", socket.display()))),
     };
-    Sample { at: started.elapsed(), status, trouble, disks: disks(), ..Sample::default() }
+    Sample { at: started.elapsed(), status, trouble, disks: disks(), host: host(), ..Sample::default() }
 }
 
 /// The mounts of this user that answer.

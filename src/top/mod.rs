@@ -7,12 +7,14 @@ pub mod screen;
 
 use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use pagefold_daemon::cold::{ColdClient, ColdStatus};
-use pagefold_daemon::status::{Client, Status, Totals};
-use std::collections::VecDeque;
+use pagefold_daemon::history::{FINE_POINTS_MAX, History, Point};
+use pagefold_daemon::status::{Client, Status};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// Points of history that are kept: ten minutes at one a second.
-pub const HISTORY: usize = 600;
+/// Longest filter that can be typed.
+const FILTER_BYTES_MAX: usize = 40;
+const CHOOSE: &str = "select a client first: up, down";
 
 /// What all parts of pagefold do at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -27,6 +29,15 @@ pub struct Sample {
     pub disks: Vec<Disk>,
     /// Stores of image trees.
     pub images: Vec<Images>,
+    pub host: Host,
+}
+
+/// The machine.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Host {
+    pub name: String,
+    pub available_bytes: u64,
+    pub memory_bytes: u64,
 }
 
 impl Sample {
@@ -34,6 +45,16 @@ impl Sample {
     pub fn cold(&self) -> Option<&ColdStatus> {
         self.status.as_ref().map(|status| &status.cold).filter(|cold| !cold.domains.is_empty())
     }
+}
+
+/// Processor time of each client's agent so far, by process id.
+fn cpu_ns(sample: &Sample) -> BTreeMap<i32, u64> {
+    let live = sample.status.iter().flat_map(|status| &status.clients);
+    let cold = sample.cold().into_iter().flat_map(|cold| &cold.clients);
+    let mut all: BTreeMap<i32, u64> = cold.map(|client| (client.pid, client.agent_cpu_ns)).collect();
+    // A client of both has one agent.
+    all.extend(live.map(|client| (client.pid, client.stats.agent_cpu_ns)));
+    all
 }
 
 /// The sum of `of` over `all`.
@@ -66,30 +87,15 @@ pub struct Images {
     pub saved_bytes: u64,
 }
 
-/// What happened between two samples, per second.
+/// Disk mounts and image stores at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Rates {
-    pub merged: f64,
-    pub cow_breaks: f64,
-    /// Processors in use, 1.0 is one.
-    pub cpu: f64,
-    /// Touches of cold pages.
-    pub faults: f64,
-    /// Blocks of disk images that had to be read.
-    pub misses: f64,
-}
-
-/// One point of the graphs.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Point {
-    pub saved_bytes: i64,
-    pub cold_bytes: u64,
-    pub cold_memory_bytes: u64,
+pub struct MountPoint {
     pub disk_saved_bytes: u64,
     pub disk_held_bytes: u64,
+    /// Blocks of disk images that had to be read, per second.
+    pub misses: f64,
     pub image_saved_bytes: u64,
     pub image_held_bytes: u64,
-    pub rates: Rates,
 }
 
 /// What the tables of clients are sorted by.
@@ -169,7 +175,11 @@ pub struct View {
     sample: Sample,
     /// The last one, which is not on show while the picture is kept still.
     last: Sample,
-    history: VecDeque<Point>,
+    history: History,
+    mounts: VecDeque<MountPoint>,
+    /// Processors in use by each client's agent, on show and of the last sample.
+    cpu_of: BTreeMap<i32, f64>,
+    last_cpu_of: BTreeMap<i32, f64>,
     pub pane: Pane,
     pub sort: Sort,
     pub reverse: bool,
@@ -180,8 +190,24 @@ pub struct View {
     /// True while the user keeps the picture still; samples go into the history all the same.
     pub frozen: bool,
     pub help: bool,
+    /// Only clients whose name, domain or process id contains this, in any case.
+    pub filter: String,
+    /// True while the filter is typed.
+    pub typing: bool,
+    /// What the user has to confirm.
+    pub question: Option<Order>,
+    /// What came of the last order, until the next key.
+    pub message: Option<String>,
     /// True if colours are wanted.
     pub color: bool,
+}
+
+/// What the user asks of the daemon for one client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    Park(i32),
+    Unpark(i32),
+    Unmerge(i32),
 }
 
 /// What a key asks of the program.
@@ -191,6 +217,8 @@ pub enum Act {
     None,
     /// Draw again.
     Draw,
+    /// Ask the daemon, and draw again.
+    Ask(Order),
     /// End.
     Quit,
 }
@@ -209,36 +237,29 @@ impl View {
             Some(then) if seconds > 0.0 => now.saturating_sub(then) as f64 / seconds,
             _ => 0.0,
         };
-        let mut point = Point::default();
         if let Some(status) = &sample.status {
-            let (now, then) = (&status.totals, before.status.as_ref().map(|status| &status.totals));
-            let merged = |totals: &Totals| totals.pages_merged + totals.pages_zeroed;
-            point.saved_bytes = now.saved_bytes;
-            point.rates.merged = per_second(merged(now), then.map(merged));
-            point.rates.cow_breaks = per_second(now.cow_breaks, then.map(|totals| totals.cow_breaks));
-            point.rates.cpu = per_second(now.cpu_ns, then.map(|totals| totals.cpu_ns)) / 1e9;
+            self.history.push(sample.at.as_secs_f64(), status);
         }
-        if let Some(cold) = sample.cold() {
-            let faults = |cold: &ColdStatus| sum(&cold.clients, |client| client.refaults);
-            point.cold_bytes = sum(&cold.domains, |tier| tier.cold_bytes);
-            point.cold_memory_bytes = sum(&cold.domains, |tier| tier.memory_bytes);
-            point.rates.faults = per_second(faults(cold), before.cold().map(faults));
-        }
+        let then = cpu_ns(before);
+        let share = |(pid, now): (i32, u64)| (pid, per_second(now, then.get(&pid).copied()) / 1e9);
+        self.last_cpu_of = cpu_ns(&sample).into_iter().map(share).collect();
         let misses = |disks: &[Disk]| disks.iter().map(|disk| disk.misses).sum();
         // Mounts come and go: what the first sample with one counted was not read in this second.
         let then = (before.disks.len() == sample.disks.len()).then(|| misses(&before.disks));
-        point.rates.misses = per_second(misses(&sample.disks), then);
-        point.disk_saved_bytes = sample.disks.iter().map(|disk| disk.saved_bytes).sum();
-        point.disk_held_bytes = sample.disks.iter().map(|disk| disk.resident_bytes).sum();
-        point.image_saved_bytes = sample.images.iter().map(|store| store.saved_bytes).sum();
-        point.image_held_bytes = sample.images.iter().map(|store| store.resident_bytes).sum();
-        if self.history.len() == HISTORY {
-            self.history.pop_front();
+        if self.mounts.len() == FINE_POINTS_MAX {
+            self.mounts.pop_front();
         }
-        self.history.push_back(point);
+        self.mounts.push_back(MountPoint {
+            disk_saved_bytes: sum(&sample.disks, |disk| disk.saved_bytes),
+            disk_held_bytes: sum(&sample.disks, |disk| disk.resident_bytes),
+            misses: per_second(misses(&sample.disks), then),
+            image_saved_bytes: sum(&sample.images, |store| store.saved_bytes),
+            image_held_bytes: sum(&sample.images, |store| store.resident_bytes),
+        });
         self.last = sample;
         if !self.frozen {
             self.sample = self.last.clone();
+            self.cpu_of = self.last_cpu_of.clone();
             let gone = |domain: &String| self.domains().iter().all(|known| known != domain);
             if self.domain.as_ref().is_some_and(gone) {
                 self.domain = None;
@@ -251,14 +272,25 @@ impl View {
         &self.sample
     }
 
-    /// The points so far, oldest first.
-    pub fn history(&self) -> impl ExactSizeIterator<Item = &Point> {
-        self.history.iter()
+    /// The points so far of what is on show, oldest first.
+    pub fn history(&self) -> &VecDeque<Point> {
+        self.history.fine(self.domain.as_deref())
     }
 
-    /// The last point.
+    /// The last point, if there is a daemon.
     pub fn now(&self) -> Point {
-        self.history.back().copied().unwrap_or_default()
+        let last = self.history().back().filter(|_| self.last.status.is_some());
+        last.copied().unwrap_or_default()
+    }
+
+    /// The points so far of mounts and stores, which have no domain, oldest first.
+    pub const fn mounts(&self) -> &VecDeque<MountPoint> {
+        &self.mounts
+    }
+
+    /// Processors in use by a client's agent.
+    pub fn cpu_of(&self, pid: i32) -> f64 {
+        self.cpu_of.get(&pid).copied().unwrap_or_default()
     }
 
     /// Names of the domains on show, of all products, in order.
@@ -278,6 +310,13 @@ impl View {
         self.domain.as_ref().is_none_or(|shown| shown == domain)
     }
 
+    /// True if the filter lets a client through.
+    fn passes(&self, pid: i32, name: &str, domain: &str) -> bool {
+        let wanted = self.filter.to_lowercase();
+        let has = |text: &str| text.to_lowercase().contains(&wanted);
+        self.shows(domain) && (has(name) || has(domain) || pid.to_string().contains(&wanted))
+    }
+
     /// `order`, the other way round where that was asked for.
     fn turned(&self, order: std::cmp::Ordering) -> std::cmp::Ordering {
         if self.reverse { order.reverse() } else { order }
@@ -286,14 +325,15 @@ impl View {
     /// The clients of the cold tier to show, in order.
     pub fn cold_clients(&self) -> Vec<&ColdClient> {
         let all = self.sample.cold().into_iter().flat_map(|cold| &cold.clients);
-        let mut clients: Vec<&ColdClient> = all.filter(|client| self.shows(&client.domain)).collect();
+        let mut clients: Vec<&ColdClient> =
+            all.filter(|client| self.passes(client.pid, &client.name, &client.domain)).collect();
         clients.sort_by(|a, b| {
             let order = match self.sort {
                 Sort::Shared => b.pages_out.cmp(&a.pages_out),
                 Sort::Managed => b.pages_returned.cmp(&a.pages_returned),
                 Sort::Volatile => b.fault_ns.cmp(&a.fault_ns),
                 Sort::Breaks => b.refaults.cmp(&a.refaults),
-                Sort::Cpu => b.agent_cpu_ns.cmp(&a.agent_cpu_ns),
+                Sort::Cpu => self.cpu_of(b.pid).total_cmp(&self.cpu_of(a.pid)),
                 Sort::Name => a.name.cmp(&b.name),
                 Sort::Pid => a.pid.cmp(&b.pid),
             };
@@ -314,7 +354,8 @@ impl View {
     /// The clients to show, in order.
     pub fn clients(&self) -> Vec<&Client> {
         let all = self.sample.status.iter().flat_map(|status| &status.clients);
-        let mut clients: Vec<&Client> = all.filter(|client| self.shows(&client.domain)).collect();
+        let mut clients: Vec<&Client> =
+            all.filter(|client| self.passes(client.pid, &client.name, &client.domain)).collect();
         let shown = |client: &Client| client.stats.pages_sharing + client.stats.pages_zero;
         clients.sort_by(|a, b| {
             // Largest number first, names and process ids from the front.
@@ -323,7 +364,7 @@ impl View {
                 Sort::Managed => b.stats.pages.cmp(&a.stats.pages),
                 Sort::Volatile => b.stats.pages_volatile.cmp(&a.stats.pages_volatile),
                 Sort::Breaks => b.stats.cow_breaks.cmp(&a.stats.cow_breaks),
-                Sort::Cpu => b.stats.agent_cpu_ns.cmp(&a.stats.agent_cpu_ns),
+                Sort::Cpu => self.cpu_of(b.pid).total_cmp(&self.cpu_of(a.pid)),
                 Sort::Name => a.name.cmp(&b.name),
                 Sort::Pid => a.pid.cmp(&b.pid),
             };
@@ -363,10 +404,29 @@ impl View {
             self.help = false;
             return if key.code == KeyCode::Char('q') { Act::Quit } else { Act::Draw };
         }
+        let had_message = self.message.take().is_some();
+        if let Some(order) = self.question.take() {
+            return if key.code == KeyCode::Char('y') { Act::Ask(order) } else { Act::Draw };
+        }
+        if self.typing {
+            return self.type_filter(key.code);
+        }
         match key.code {
             KeyCode::Char('q') => return Act::Quit,
-            KeyCode::Esc if self.selected.is_none() && self.domain.is_none() => return Act::Quit,
-            KeyCode::Esc => (self.selected, self.domain) = (None, None),
+            KeyCode::Esc if had_message => {}
+            KeyCode::Esc if self.selected.is_none() && self.domain.is_none() && self.filter.is_empty() => {
+                return Act::Quit;
+            }
+            KeyCode::Esc => {
+                (self.selected, self.domain) = (None, None);
+                self.filter.clear();
+            }
+            KeyCode::Char('/') => self.typing = matches!(self.pane, Pane::Live | Pane::Cold),
+            KeyCode::Char('p') => return self.park(),
+            KeyCode::Char('u') => match self.chosen() {
+                Some(pid) => self.question = Some(Order::Unmerge(pid)),
+                None => self.message = Some(CHOOSE.into()),
+            },
             KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.help = true,
             KeyCode::Char('s') => self.sort = self.sort.next(),
             KeyCode::Char('r') => self.reverse = !self.reverse,
@@ -380,6 +440,37 @@ impl View {
             KeyCode::PageDown => self.select(10),
             KeyCode::Home => self.select_row(0),
             KeyCode::End => self.select_row(usize::MAX),
+            _ if !had_message => return Act::None,
+            _ => {}
+        }
+        Act::Draw
+    }
+
+    /// The selected client, if it is on show.
+    fn chosen(&self) -> Option<i32> {
+        self.selected_row().and(self.selected)
+    }
+
+    /// Parks the selected client; one that is parked comes back.
+    fn park(&mut self) -> Act {
+        let Some(pid) = self.chosen() else {
+            self.message = Some(CHOOSE.into());
+            return Act::Draw;
+        };
+        let mut cold = self.sample.cold().into_iter().flat_map(|cold| &cold.clients);
+        let is_parked = cold.any(|client| client.pid == pid && client.parked);
+        Act::Ask(if is_parked { Order::Unpark(pid) } else { Order::Park(pid) })
+    }
+
+    fn type_filter(&mut self, key: KeyCode) -> Act {
+        match key {
+            KeyCode::Char(letter) if self.filter.len() < FILTER_BYTES_MAX => self.filter.push(letter),
+            KeyCode::Backspace => drop(self.filter.pop()),
+            KeyCode::Enter => self.typing = false,
+            KeyCode::Esc => {
+                self.typing = false;
+                self.filter.clear();
+            }
             _ => return Act::None,
         }
         Act::Draw
@@ -401,6 +492,7 @@ impl View {
 mod tests {
     use super::*;
     use pagefold_daemon::cold::ColdDomain;
+    use pagefold_daemon::status::Totals;
     use pagefold_merge::stats::{ClientStats, DomainStats};
 
     fn client(pid: i32, domain: &str, sharing: u64) -> Client {
@@ -436,21 +528,97 @@ mod tests {
     fn rates_are_differences_and_never_negative() {
         let mut view = View::new(false);
         view.push(sample(10, 1000));
-        assert_eq!(view.now().rates, Rates::default(), "one sample has no rate");
+        assert_eq!((view.now().merged, view.now().cpu), (0.0, 0.0), "one sample has no rate");
         view.push(sample(12, 3000));
-        assert_eq!(view.now().rates.merged, 1000.0);
+        assert_eq!(view.now().merged, 1000.0);
         view.push(sample(13, 5));
-        assert_eq!(view.now().rates.merged, 0.0, "the daemon was started anew");
+        assert_eq!(view.now().merged, 0.0, "the daemon was started anew");
         view.push(Sample::default());
         view.push(sample(13, 5));
-        assert_eq!(view.now().rates, Rates::default());
+        assert_eq!(view.now().merged, 0.0);
     }
 
     #[test]
     fn history_is_a_ring() {
         let mut view = View::new(false);
-        (0..HISTORY as u64 + 50).for_each(|second| view.push(sample(second, second)));
-        assert_eq!(view.history().len(), HISTORY);
+        (0..FINE_POINTS_MAX as u64 + 50).for_each(|second| view.push(sample(second, second)));
+        assert_eq!((view.history().len(), view.mounts().len()), (FINE_POINTS_MAX, FINE_POINTS_MAX));
+    }
+
+    #[test]
+    fn a_domain_has_graphs_of_its_own() {
+        let mut view = View::new(false);
+        for second in 0..3 {
+            let mut sample = sample(second, 0);
+            if let Some(status) = &mut sample.status {
+                status.domains[1].general_profit = 5 << 20;
+                status.domains[1].events.cow_breaks = second * 40;
+            }
+            view.push(sample);
+        }
+        press(&mut view, "d");
+        assert_eq!((view.now().saved_bytes, view.now().cow_breaks), (0.0, 0.0));
+        press(&mut view, "d");
+        assert_eq!((view.now().saved_bytes, view.now().cow_breaks), ((5 << 20) as f64, 40.0));
+    }
+
+    #[test]
+    fn what_is_typed_filters_clients() {
+        let mut view = View::new(false);
+        view.push(sample(0, 0));
+        press(&mut view, "/CLIENT-3");
+        assert_eq!((pids(&view), view.typing), (vec![3], true));
+        view.key(KeyCode::Backspace.into());
+        assert_eq!(pids(&view).len(), 3);
+        view.key(KeyCode::Esc.into());
+        assert_eq!((view.filter.as_str(), view.typing), ("", false));
+        press(&mut view, "/q");
+        assert_eq!(pids(&view), [0; 0], "letters are no keys now");
+        view.key(KeyCode::Enter.into());
+        assert_eq!(view.key(KeyCode::Char('u').into()), Act::Draw);
+        assert_eq!(view.message.as_deref(), Some(CHOOSE));
+        assert_eq!(view.key(KeyCode::Esc.into()), Act::Draw, "the message goes first");
+        assert_eq!((view.key(KeyCode::Esc.into()), view.filter.as_str()), (Act::Draw, ""));
+        assert_eq!(view.key(KeyCode::Esc.into()), Act::Quit);
+    }
+
+    #[test]
+    fn a_client_is_unmerged_after_a_question_and_parked_at_once() {
+        let mut view = View::new(false);
+        view.push(sample(0, 0));
+        assert_eq!(view.key(KeyCode::Char('p').into()), Act::Draw, "no client is selected");
+        press(&mut view, "ju");
+        assert_eq!(view.question, Some(Order::Unmerge(2)));
+        assert_eq!(view.key(KeyCode::Enter.into()), Act::Draw, "anything but y is no");
+        assert_eq!(view.question, None);
+        press(&mut view, "u");
+        assert_eq!(view.key(KeyCode::Char('y').into()), Act::Ask(Order::Unmerge(2)));
+        assert_eq!(view.key(KeyCode::Char('p').into()), Act::Ask(Order::Park(2)));
+        let mut parked = sample(1, 0);
+        if let Some(status) = &mut parked.status {
+            let tier = ColdDomain { name: "b".into(), ..ColdDomain::default() };
+            let client = ColdClient { pid: 2, parked: true, ..ColdClient::default() };
+            status.cold = ColdStatus { domains: vec![tier], clients: vec![client], ..ColdStatus::default() };
+        }
+        view.push(parked);
+        assert_eq!(view.key(KeyCode::Char('p').into()), Act::Ask(Order::Unpark(2)));
+        press(&mut view, "/none");
+        view.key(KeyCode::Enter.into());
+        press(&mut view, "u");
+        assert_eq!(view.question, None, "a client that is not on show is not unmerged");
+    }
+
+    #[test]
+    fn processor_time_is_shown_as_it_is_used() {
+        let mut view = View::new(false);
+        for second in 0..2 {
+            let mut sample = sample(second, 0);
+            if let Some(status) = &mut sample.status {
+                status.clients[0].stats.agent_cpu_ns = 9_000_000_000 + second * 250_000_000;
+            }
+            view.push(sample);
+        }
+        assert_eq!((view.cpu_of(1), view.cpu_of(2)), (0.25, 0.0));
     }
 
     #[test]
@@ -528,7 +696,7 @@ mod tests {
         view.push(sample(1, 100));
         view.push(sample(2, 300));
         assert_eq!((view.sample().at, view.history().len()), (Duration::ZERO, 3));
-        assert_eq!(view.now().rates.merged, 200.0, "since the last sample, not since the one on show");
+        assert_eq!(view.now().merged, 200.0, "since the last sample, not since the one on show");
     }
 
     #[test]

@@ -2,16 +2,18 @@
 //!
 //! Made for 80 columns and 24 lines; smaller screens lose the graphs first, then the reasons, never the keys.
 
-use super::{Pane, Point, Rates, View, sum};
+use super::{Host, MountPoint, Order, Pane, View, sum};
 use crate::output::shorten;
 use crate::units::{show_count, show_counted, show_duration, show_percent, show_size, show_size_signed};
 use pagefold_daemon::cold::ColdDomain;
+use pagefold_daemon::history::Point;
+use pagefold_daemon::status::Client;
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Borders, Cell, Clear, Paragraph, Row, Sparkline, Table, TableState};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
@@ -70,7 +72,7 @@ pub fn draw(frame: &mut Frame, view: &View) {
         Constraint::Length(1),
     ])
     .areas(area);
-    frame.render_widget(Paragraph::new(head_lines(view, palette)), head);
+    frame.render_widget(Paragraph::new(head_lines(view, palette, area.width)), head);
     draw_graphs(frame, graphs, view, palette);
     frame.render_widget(Paragraph::new(products), others);
     match view.pane {
@@ -80,13 +82,13 @@ pub fn draw(frame: &mut Frame, view: &View) {
         Pane::Cold => draw_cold(frame, table, view, palette),
     }
     frame.render_widget(Paragraph::new(reason_lines(view, palette)), why);
-    frame.render_widget(Paragraph::new(key_line(view, palette)), keys);
+    frame.render_widget(Paragraph::new(last_line(view, palette, area.width)), keys);
     if view.help {
         draw_help(frame, area, palette);
     }
 }
 
-fn head_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
+fn head_lines(view: &View, palette: Palette, width: u16) -> Vec<Line<'static>> {
     let still = if view.frozen { " [still]" } else { "" };
     let Some(status) = &view.sample().status else {
         let trouble = view.sample().trouble.clone().unwrap_or_else(|| "waiting for the daemon".into());
@@ -95,17 +97,17 @@ fn head_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
             Line::styled(trouble, palette.warn()),
         ];
     };
-    let Rates { merged, cow_breaks, cpu, .. } = view.now().rates;
+    let Point { merged, cow_breaks, cpu, .. } = view.now();
     let totals = &status.totals;
-    let (domain, saved_bytes, pages) = match &view.domain {
-        None => (String::new(), totals.saved_bytes, totals.pages),
+    let saved_bytes = status.saved_bytes(view.domain.as_deref());
+    let (domain, pages) = match &view.domain {
+        None => (String::new(), totals.pages),
         Some(name) => {
-            let mine: Vec<_> = status.domains.iter().filter(|domain| domain.name == *name).collect();
-            let profit = mine.iter().map(|domain| domain.general_profit).sum();
-            (format!("  {}", shorten(name, 20)), profit, mine.iter().map(|domain| domain.pages).sum())
+            let mine = status.domains.iter().filter(|domain| domain.name == *name);
+            (format!("  {}", shorten(name, 20)), mine.map(|domain| domain.pages).sum())
         }
     };
-    let first = vec![
+    let mut first = Line::from(vec![
         Span::styled("pagefold", palette.title()),
         Span::raw(format!("{domain}  saves ")),
         Span::styled(show_size_signed(saved_bytes), if saved_bytes > 0 { palette.good() } else { palette.warn() }),
@@ -115,7 +117,12 @@ fn head_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
             show_percent(saved_bytes.max(0).unsigned_abs(), pages * PAGE)
         )),
         Span::styled(still, palette.warn()),
-    ];
+    ]);
+    // The machine, as much of it as fits at the right.
+    let room = usize::from(width).saturating_sub(first.width() + 2);
+    if let Some(text) = host_texts(&view.sample().host).into_iter().find(|text| text.chars().count() <= room) {
+        first.push_span(Span::styled(format!("  {text:>room$}"), palette.dim()));
+    }
     let second = format!(
         "merging {}/s  breaks {}/s  cpu {:.1} %  pool {}  records {}  clients {}",
         show_count(merged.round() as u64),
@@ -125,57 +132,94 @@ fn head_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
         show_size(totals.metadata_bytes + totals.mapping_bytes),
         status.clients.len(),
     );
-    vec![Line::from(first), Line::raw(second)]
+    vec![first, Line::raw(second)]
 }
 
-/// Where a graph is, its title, and what of a point it shows.
-type Graph = (Rect, String, fn(&Point) -> u64);
+/// What can be said of the machine, longest first.
+fn host_texts(host: &Host) -> Vec<String> {
+    if host.memory_bytes == 0 {
+        return Vec::new();
+    }
+    let used = host.memory_bytes.saturating_sub(host.available_bytes);
+    let memory = format!("{} of {} used", show_size(used), show_size(host.memory_bytes));
+    let short = format!("{} used", show_percent(used, host.memory_bytes));
+    vec![
+        format!("{}  {memory}", shorten(&host.name, 30)),
+        format!("{}  {short}", shorten(&host.name, 16)),
+        memory,
+        short,
+    ]
+}
 
-/// Three graphs beside each other, the newest point at the right.
+/// A graph: its title, how its numbers are written, and its values, oldest first.
+struct Graph {
+    title: String,
+    show: fn(u64) -> String,
+    values: Vec<u64>,
+}
+
+impl Graph {
+    fn new<T>(title: String, show: fn(u64) -> String, points: &VecDeque<T>, of: impl Fn(&T) -> f64) -> Graph {
+        // A sparkline has whole numbers.
+        Graph { title, show, values: points.iter().map(|point| of(point).max(0.0).round() as u64).collect() }
+    }
+}
+
+/// Three graphs beside each other, the newest point at the right, each with the value that its full height stands for.
 fn draw_graphs(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     if area.height < 2 {
         return;
     }
-    let [net, merged, breaks] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(area);
-    let now = view.now();
-    let rates = now.rates;
-    let per_second = |name: &str, rate: f64| format!("{name} {}/s", show_count(rate.round() as u64));
+    let thirds: [Rect; 3] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(area);
+    for (area, Graph { title, show, values }) in thirds.into_iter().zip(graphs(view)) {
+        let area = Rect { width: area.width.saturating_sub(1), ..area };
+        let room = usize::from(area.width);
+        let mut data = vec![0; room.saturating_sub(values.len())];
+        data.extend(&values[values.len().saturating_sub(room)..]);
+        let most = data.iter().max().copied().unwrap_or_default();
+        let scale = format!("max {}", show(most));
+        let has_room = title.chars().count() + scale.chars().count() < room;
+        let mut block = Block::new().borders(Borders::TOP).border_style(palette.dim()).title(title);
+        if has_room && most > 0 {
+            block = block.title_top(Line::styled(scale, palette.dim()).right_aligned());
+        }
+        frame.render_widget(Sparkline::default().block(block).style(palette.graph()).data(data), area);
+    }
+}
+
+fn graphs(view: &View) -> [Graph; 3] {
+    let (now, points, mounts) = (view.now(), view.history(), view.mounts());
+    let held = mounts.back().copied().unwrap_or_default();
+    let rate = |name: &str, rate: f64| format!("{name} {}/s", show_short(rate.round() as u64));
     let size = |name: &str, bytes: u64| format!("{name} {}", show_size(bytes));
-    let graphs: [Graph; 3] = match view.pane {
+    let signed = |name: &str, bytes: f64| format!("{name} {}", show_size_signed(bytes as i64));
+    let cpu = || {
+        let show = |parts: u64| format!("{:.1} %", parts as f64 / 1e2);
+        Graph::new(format!("cpu {:.1} %", now.cpu * 1e2), show, points, |point| point.cpu * 1e4)
+    };
+    match view.pane {
         Pane::Live => [
-            (net, format!("saved {}", show_size_signed(now.saved_bytes)), |point| {
-                point.saved_bytes.max(0).unsigned_abs()
-            }),
-            (merged, per_second("merged", rates.merged), |point| point.rates.merged.round() as u64),
-            (breaks, per_second("breaks", rates.cow_breaks), |point| point.rates.cow_breaks.round() as u64),
+            Graph::new(signed("saved", now.saved_bytes), show_size, points, |point| point.saved_bytes),
+            Graph::new(rate("merged", now.merged), show_short, points, |point| point.merged),
+            Graph::new(rate("breaks", now.cow_breaks), show_short, points, |point| point.cow_breaks),
         ],
         Pane::Cold => [
-            (net, size("cold", now.cold_bytes), |point| point.cold_bytes),
-            (merged, per_second("faults", rates.faults), |point| point.rates.faults.round() as u64),
-            // A sparkline has whole numbers.
-            (breaks, format!("cpu {:.1} %", rates.cpu * 100.0), |point| (point.rates.cpu * 1e4).round() as u64),
+            Graph::new(signed("cold", now.cold_bytes), show_size, points, |point| point.cold_bytes),
+            Graph::new(rate("faults", now.faults), show_short, points, |point| point.faults),
+            cpu(),
         ],
         Pane::Disks => [
-            (net, size("saves", now.disk_saved_bytes), |point| point.disk_saved_bytes),
-            (merged, size("holds", now.disk_held_bytes), |point| point.disk_held_bytes),
-            (breaks, per_second("misses", rates.misses), |point| point.rates.misses.round() as u64),
+            Graph::new(size("saves", held.disk_saved_bytes), show_size, mounts, |at: &MountPoint| {
+                at.disk_saved_bytes as f64
+            }),
+            Graph::new(size("holds", held.disk_held_bytes), show_size, mounts, |at| at.disk_held_bytes as f64),
+            Graph::new(rate("misses", held.misses), show_short, mounts, |at| at.misses),
         ],
         Pane::Images => [
-            (net, size("saves", now.image_saved_bytes), |point| point.image_saved_bytes),
-            (merged, size("holds", now.image_held_bytes), |point| point.image_held_bytes),
-            (breaks, format!("cpu {:.1} %", rates.cpu * 100.0), |point| (point.rates.cpu * 1e4).round() as u64),
+            Graph::new(size("saves", held.image_saved_bytes), show_size, mounts, |at| at.image_saved_bytes as f64),
+            Graph::new(size("holds", held.image_held_bytes), show_size, mounts, |at| at.image_held_bytes as f64),
+            cpu(),
         ],
-    };
-    for (area, title, value) in graphs {
-        let room = usize::from(area.width.saturating_sub(1));
-        let skip = view.history().len().saturating_sub(room);
-        let mut data = vec![0; room.saturating_sub(view.history().len())];
-        data.extend(view.history().skip(skip).map(value));
-        let block = Block::new().borders(Borders::TOP).border_style(palette.dim()).title(title);
-        frame.render_widget(
-            Sparkline::default().block(block).style(palette.graph()).data(data),
-            Rect { width: area.width.saturating_sub(1), ..area },
-        );
     }
 }
 
@@ -263,6 +307,7 @@ fn draw_clients(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     let clients = view.clients();
     if clients.is_empty() {
         let text = match &view.sample().status {
+            Some(_) if !view.filter.is_empty() => "No client fits the filter; Esc drops it",
             Some(_) => "No clients. Start one: pagefold run -- CMD",
             None => "",
         };
@@ -297,7 +342,7 @@ fn draw_clients(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
         cells.extend([
             size(client.stats.pages_volatile),
             right(show_short(client.stats.cow_breaks)),
-            right(show_duration(Duration::from_nanos(client.stats.agent_cpu_ns))),
+            right(format!("{:.1} %", view.cpu_of(client.pid) * 1e2)),
         ]);
         Row::new(cells)
     });
@@ -438,36 +483,86 @@ fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     let text = if text.is_empty() { "none".to_owned() } else { text };
     let mut lines =
         vec![Line::from(vec![Span::styled(format!("{selected}not merged: "), palette.title()), Span::raw(text)])];
-    let wait = chosen.iter().map(|client| client.freeze_ns_max).max().unwrap_or_default();
     let unmanaged = view.sample().status.iter().flat_map(|status| &status.unmanaged_processes).last();
     lines.push(match unmanaged {
         Some(process) => {
             let name = format!("{} {}", process.pid, process.name);
             Line::styled(format!("not managed: {}: {}", shorten(&name, 20), process.reason), palette.warn())
         }
-        None => Line::styled(format!("longest wait: {}", show_duration(Duration::from_nanos(wait))), palette.dim()),
+        None => Line::styled(waits(&chosen), palette.dim()),
     });
     lines
 }
 
-fn key_line(view: &View, palette: Palette) -> Line<'static> {
-    let domain = view.domain.as_deref().unwrap_or("all");
-    let order = if view.reverse { "↑" } else { "" };
-    let mut spans = Vec::new();
-    let mut key = |key: &'static str, word: String| {
-        spans.push(Span::styled(key, palette.title()));
-        spans.push(Span::styled(format!(" {word}  "), palette.dim()));
-    };
-    key("q", "quit".into());
-    key("?", "help".into());
-    key("Tab", view.pane.word().into());
-    if matches!(view.pane, Pane::Live | Pane::Cold) {
-        key("s", format!("sort: {}{order}", view.sort.word(view.pane)));
+/// How long programs waited for pages that were being merged.
+fn waits(clients: &[&Client]) -> String {
+    let mut all = Client::default();
+    for client in clients {
+        all.freeze_ns_max = all.freeze_ns_max.max(client.freeze_ns_max);
+        all.freeze_us.resize(all.freeze_us.len().max(client.freeze_us.len()), 0);
+        all.freeze_us.iter_mut().zip(&client.freeze_us).for_each(|(sum, count)| *sum += count);
     }
-    key("d", format!("domain: {}", shorten(domain, 12)));
-    key("↑↓", "select".into());
-    key("Space", if view.frozen { "go on".into() } else { "still".into() });
-    Line::from(spans)
+    let quantile = |q| all.freeze_quantile_us(q).map(|us| show_duration(Duration::from_micros(us)));
+    match (quantile(0.5), quantile(0.99)) {
+        (Some(half), Some(most)) => {
+            let longest = show_duration(Duration::from_nanos(all.freeze_ns_max));
+            format!("waits for merging: half below {half}, 99 % below {most}, longest {longest}")
+        }
+        _ => "waits for merging: none".into(),
+    }
+}
+
+/// A question, the filter that is typed, a message, or the keys.
+fn last_line(view: &View, palette: Palette, width: u16) -> Line<'static> {
+    if let Some(order) = view.question {
+        return Line::styled(question(view, order), palette.warn());
+    }
+    if view.typing {
+        let text = format!("filter: {}_  Enter keeps it, Esc drops it", shorten(&view.filter, 40));
+        return Line::styled(text, palette.title());
+    }
+    match &view.message {
+        Some(message) => Line::styled(shorten(message, usize::from(width)), palette.warn()),
+        None => key_line(view, palette, width),
+    }
+}
+
+fn question(view: &View, order: Order) -> String {
+    let (Order::Unmerge(pid) | Order::Park(pid) | Order::Unpark(pid)) = order;
+    let clients = view.clients();
+    let shared = clients.iter().find(|client| client.pid == pid).map_or(0, |client| client.stats.pages_sharing);
+    format!("unmerge {pid}? Its {} of shared pages become private: y, or any other key", show_size(shared * PAGE))
+}
+
+fn key_line(view: &View, palette: Palette, width: u16) -> Line<'static> {
+    let domain = view.domain.as_deref().map_or_else(|| "all domains".to_owned(), |name| shorten(name, 12));
+    let order = if view.reverse { "↑" } else { "" };
+    let filter = if view.filter.is_empty() { "filter".to_owned() } else { shorten(&view.filter, 12) };
+    let has_clients = matches!(view.pane, Pane::Live | Pane::Cold);
+    let sort = has_clients.then(|| format!("{}{order}", view.sort.word(view.pane)));
+    let still = if view.frozen { "go on" } else { "still" };
+    // The most wanted first: what finds no room stands in the help.
+    let keys = [
+        ("q", Some("quit".into())),
+        ("?", Some("help".into())),
+        ("Tab", Some(view.pane.word().into())),
+        ("s", sort),
+        ("d", Some(domain)),
+        ("/", has_clients.then_some(filter)),
+        ("p", has_clients.then(|| "park".into())),
+        ("u", has_clients.then(|| "unmerge".into())),
+        ("Space", Some(still.into())),
+    ];
+    let mut line = Line::default();
+    for (key, word) in keys {
+        let Some(word) = word else { continue };
+        let (gap, word) = (if line.spans.is_empty() { "" } else { "  " }, format!(" {word}"));
+        let more = Line::from(vec![gap.into(), Span::styled(key, palette.title()), Span::styled(word, palette.dim())]);
+        if line.width() + more.width() <= usize::from(width) {
+            line.extend(more.spans);
+        }
+    }
+    line
 }
 
 const HELP: &[(&str, &str)] = &[
@@ -476,8 +571,10 @@ const HELP: &[(&str, &str)] = &[
     ("s, r", "next sort key, reverse"),
     ("d", "next domain, then all"),
     ("up, down, PgUp, PgDn", "select a client; shows why its pages do not merge"),
+    ("/", "show only clients whose name, domain or pid contains a word"),
+    ("p, u", "park the selected client or bring it back; unmerge it"),
     ("Space", "freeze the display"),
-    ("Esc", "drop selection and filter; then quit"),
+    ("Esc", "drop selection and filters; then quit"),
     ("", ""),
     ("managed", "client memory that pagefold scans"),
     ("shared", "mapped from one copy in the pool"),
@@ -485,7 +582,8 @@ const HELP: &[(&str, &str)] = &[
     ("unshared", "unwritten for two scans, without an equal page"),
     ("volatile", "written within the last two scans"),
     ("cow_breaks", "merged pages that were written again"),
-    ("cpu", "processor time of the client's agent"),
+    ("cpu", "of one processor, now: all of pagefold; the client's agent"),
+    ("graphs", "one column a sample; the full height stands for max"),
     ("out, back", "pages in the cold tier, pages that returned from it"),
     ("faults, waited", "faults on cold pages, and the time they took"),
 ];
@@ -508,7 +606,7 @@ mod tests {
     use super::super::*;
     use super::*;
     use pagefold_daemon::cold::ColdStatus;
-    use pagefold_daemon::status::{Client, Status, Totals};
+    use pagefold_daemon::status::{Status, Totals};
     use pagefold_merge::stats::{ClientStats, DomainStats};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
@@ -523,6 +621,8 @@ mod tests {
 
     fn busy() -> View {
         let mut view = View::new(false);
+        let mut waits = vec![0; 22];
+        (waits[3], waits[21]) = (95, 5);
         for second in 0..100u64 {
             let client = |pid: i32| Client {
                 pid,
@@ -538,6 +638,9 @@ mod tests {
                     not_merged: [("pinned".into(), 5), ("mapping limit".into(), 7)].into(),
                     ..ClientStats::default()
                 },
+                // 95 freezes below 4 us, 5 below 96 us.
+                freeze_us: waits.clone(),
+                freeze_ns_max: 88_000,
                 ..Client::default()
             };
             let domain = |name: &str| DomainStats { name: name.into(), ..DomainStats::default() };
@@ -579,6 +682,7 @@ mod tests {
                 }),
                 disks: vec![Disk { name: "/mnt".into(), saved_bytes: 5 << 20, hits: 3, misses: 1, ..Disk::default() }],
                 images: vec![Images { name: "/var/lib/images".into(), mounts: 2, ..Images::default() }],
+                host: Host { name: "vm-17".into(), available_bytes: 1 << 30, memory_bytes: 4 << 30 },
                 ..Sample::default()
             });
         }
@@ -590,21 +694,47 @@ mod tests {
         let screen = rendered(&busy(), 80, 24);
         let text = screen.join("\n");
         for part in [
-            "saves 792 MiB of 4.00 GiB managed (19.3 %)",
+            "saves 795 MiB of 4.00 GiB managed (19.4 %)",
             "merging 1,970/s  breaks 3/s  cpu 2.0 %",
+            "vm-17  75.0 % used",
             "pages  shared 1.14 GiB in 391 MiB",
             "disks  1 mount  saves 5.00 MiB",
             "images 2 mounts",
             "cold   3.91 MiB in 1.00 MiB",
-            "saved 792 MiB",
+            "saved 795 MiB──max 795 MiB",
+            "merged 1,970/s",
+            "max 1,970",
             "not merged: mapping limit 210, pinned 150",
-            "q quit  ? help  Tab live  s sort: shared  d domain: all  ↑↓ select  Space still",
+            "half below 4.00 us, 99 % below 96.0 us, longest 88.0 us",
+            "q quit  ? help  Tab live  s shared  d all domains  / filter  p park  u unmerge",
         ] {
             assert!(text.contains(part), "`{part}` is not on\n{text}");
         }
         assert!(text.contains("qemu?[2J-30"), "names cannot write to the terminal\n{text}");
         assert!(screen.iter().any(|line| line.trim_start().starts_with("30 qemu")), "most shared first\n{text}");
         assert!(text.contains('█') || text.contains('▇'), "graphs\n{text}");
+    }
+
+    #[test]
+    fn the_last_line_asks_takes_a_filter_and_answers() {
+        let mut view = busy();
+        let last = |view: &View| rendered(view, 80, 24).pop().unwrap_or_default();
+        let press = |view: &mut View, letter| view.key(crossterm::event::KeyCode::Char(letter).into());
+        press(&mut view, 'j');
+        press(&mut view, 'u');
+        assert_eq!(last(&view), "unmerge 30? Its 117 MiB of shared pages become private: y, or any other key");
+        press(&mut view, 'n');
+        press(&mut view, '/');
+        press(&mut view, '9');
+        assert_eq!(last(&view), "filter: 9_  Enter keeps it, Esc drops it");
+        let text = rendered(&view, 80, 24).join("\n");
+        assert!(text.contains(" 29 qemu") && !text.contains(" 28 qemu"), "{text}");
+        view.key(crossterm::event::KeyCode::Enter.into());
+        view.message = Some("29: 12 pages evicted".into());
+        assert_eq!(last(&view), "29: 12 pages evicted");
+        press(&mut view, 'r');
+        view.domain = Some("a-long-domain-name".into());
+        assert!(last(&view).contains("s shared↑  d a-long-doma…  / 9  p park"), "{}", last(&view));
     }
 
     #[test]

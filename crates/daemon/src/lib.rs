@@ -9,6 +9,7 @@ mod clients;
 pub mod cold;
 mod config;
 mod domain_key;
+pub mod history;
 mod memory_limits;
 mod program_filter;
 mod service;

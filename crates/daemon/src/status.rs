@@ -140,6 +140,20 @@ pub struct Status {
     pub verifying: Verifying,
 }
 
+impl Status {
+    /// Memory that would be in use without pagefold, less all that it uses; of a domain: less its pool, records, mappings and tier.
+    pub fn saved_bytes(&self, domain: Option<&str>) -> i64 {
+        let is_meant = |name: &str| domain.is_none_or(|wanted| wanted == name);
+        let live = match domain {
+            None => self.totals.saved_bytes,
+            // Several users may each have a domain of one name; it is one in the views.
+            Some(_) => self.domains.iter().filter(|one| is_meant(&one.name)).map(|one| one.general_profit).sum(),
+        };
+        let tiers = self.cold.domains.iter().filter(|tier| is_meant(&tier.name));
+        live + tiers.map(|tier| tier.cold_bytes as i64 - tier.memory_bytes as i64).sum::<i64>()
+    }
+}
+
 /// Progress of a comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]

@@ -70,12 +70,21 @@ fn no_proc() -> Finding {
 
 /// The kernel's release, of uname(2).
 pub fn release() -> String {
+    uname(|names| &names.release)
+}
+
+/// The machine's name, of uname(2).
+pub fn host_name() -> String {
+    uname(|names| &names.nodename)
+}
+
+fn uname(of: fn(&libc::utsname) -> &[libc::c_char]) -> String {
     // SAFETY: all-zero is a valid utsname.
     let mut names: libc::utsname = unsafe { core::mem::zeroed() };
     // SAFETY: the kernel writes into `names`, strings with a NUL behind them.
     unsafe {
         libc::uname(&raw mut names);
-        std::ffi::CStr::from_ptr(names.release.as_ptr()).to_string_lossy().into_owned()
+        std::ffi::CStr::from_ptr(of(&names).as_ptr()).to_string_lossy().into_owned()
     }
 }
 

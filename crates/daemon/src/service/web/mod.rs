@@ -4,12 +4,10 @@
 //! `/history.json` and can change nothing. A thread takes a sample a second, so that readers cost the clients nothing,
 //! however many they are.
 
-pub mod history;
-
+use crate::history::History;
 use crate::service::daemon::Daemon;
 use crate::service::http::{self, Request, Response};
 use crate::service::report;
-use history::History;
 use pagefold_os::sync::lock;
 use std::io;
 use std::sync::{Arc, Mutex};

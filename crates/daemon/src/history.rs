@@ -1,4 +1,4 @@
-//! What the graphs show: a bounded past, kept by the daemon so that it is there when a page is opened.
+//! What the graphs show: a bounded past. The daemon keeps it so that it is there when a page is opened; `top` keeps its own.
 //!
 //! Two rings for all domains together and for each domain: every sample of the last ten minutes, and the mean of each
 //! minute of the last day. Memory is bounded by the number of domains that are remembered, not by time.
@@ -73,7 +73,7 @@ struct Counters {
     cow_breaks: u64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Series {
     last: Option<(f64, Counters)>,
     fine: VecDeque<Point>,
@@ -159,7 +159,7 @@ pub struct Past {
 }
 
 /// The past of all domains.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct History {
     all: Series,
     domains: BTreeMap<String, Series>,
@@ -170,7 +170,7 @@ impl History {
     pub fn push(&mut self, time: f64, status: &Status) {
         let mut now: BTreeMap<&str, Counters> = BTreeMap::new();
         let mut sum = Counters {
-            saved_bytes: status.totals.saved_bytes as f64,
+            saved_bytes: status.saved_bytes(None) as f64,
             cpu_ns: status.totals.cpu_ns,
             merged: status.totals.pages_merged + status.totals.pages_zeroed,
             cow_breaks: status.totals.cow_breaks,
@@ -179,7 +179,6 @@ impl History {
         // Several users may each have a domain of one name; it is one in the view.
         for domain in &status.domains {
             let counters = now.entry(&domain.name).or_default();
-            counters.saved_bytes += domain.general_profit as f64;
             counters.merged += domain.events.pages_merged + domain.events.pages_zeroed;
             counters.cow_breaks += domain.events.cow_breaks;
         }
@@ -188,10 +187,8 @@ impl History {
         }
         for tier in &status.cold.domains {
             let counters = now.entry(&tier.name).or_default();
-            let saved = tier.cold_bytes as f64 - tier.memory_bytes as f64;
             for counters in [counters, &mut sum] {
                 counters.cold_bytes += tier.cold_bytes as f64;
-                counters.saved_bytes += saved;
             }
         }
         for client in &status.cold.clients {
@@ -203,7 +200,8 @@ impl History {
         }
         self.all.push(time, sum);
         self.domains.retain(|name, _| now.contains_key(name.as_str()));
-        for (name, counters) in now {
+        for (name, mut counters) in now {
+            counters.saved_bytes = status.saved_bytes(Some(name)) as f64;
             if !self.domains.contains_key(name) && self.domains.len() >= DOMAINS_MAX {
                 continue;
             }
@@ -211,12 +209,19 @@ impl History {
         }
     }
 
+    /// Every sample of the last ten minutes, oldest first, of all together or of one domain; empty if that has no past here.
+    pub fn fine(&self, domain: Option<&str>) -> &VecDeque<Point> {
+        static NONE: VecDeque<Point> = VecDeque::new();
+        self.series(domain).map_or(&NONE, |series| &series.fine)
+    }
+
+    fn series(&self, domain: Option<&str>) -> Option<&Series> {
+        domain.map_or(Some(&self.all), |name| self.domains.get(name))
+    }
+
     /// The points after `since`, of all together or of one domain; empty if that has no past here.
     pub fn past(&self, domain: Option<&str>, since: f64) -> Past {
-        let series = match domain {
-            None => Some(&self.all),
-            Some(name) => self.domains.get(name),
-        };
+        let series = self.series(domain);
         let columns = |ring: fn(&Series) -> &VecDeque<Point>| {
             series.map(|series| Columns::of(ring(series), since)).unwrap_or_default()
         };
