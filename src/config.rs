@@ -30,19 +30,42 @@ const BYTES_MAX: u64 = 1 << 20;
 struct Section {
     name: &'static str,
     command: &'static [&'static str],
-    /// Options that mean one call and no other.
+    /// Options that mean one call and no other, or are keys of another table.
     not_keys: &'static [&'static str],
+    /// If there are any, the table has these keys only, each with its option.
+    renamed: &'static [(&'static str, &'static str)],
+}
+
+impl Section {
+    /// The option that `key` stands for.
+    fn option_of<'a>(&self, key: &'a str) -> Option<&'a str> {
+        if self.renamed.is_empty() {
+            return Some(key);
+        }
+        self.renamed.iter().find(|(name, _)| *name == key).map(|(_, option)| *option)
+    }
+
+    /// The key that stands for `option`.
+    fn key_of<'a>(&self, option: &'a str) -> &'a str {
+        self.renamed.iter().find(|(_, id)| *id == option).map_or(option, |(name, _)| *name)
+    }
 }
 
 /// The keys above all tables: options that several commands share.
 const SHARED: &[&str] = &["socket"];
 
 const SECTIONS: &[Section] = &[
-    Section { name: "daemon", command: &["daemon"], not_keys: &["replace"] },
-    Section { name: "run", command: &["run"], not_keys: &[] },
+    Section { name: "daemon", command: &["daemon"], not_keys: &["replace", "park_idle", "park_within"], renamed: &[] },
+    Section {
+        name: "park",
+        command: &["daemon"],
+        not_keys: &[],
+        renamed: &[("idle", "park_idle"), ("within", "park_within")],
+    },
+    Section { name: "run", command: &["run"], not_keys: &[], renamed: &[] },
     // A mount in the background is a second call of the same command, in the foreground.
-    Section { name: "disk", command: &["disk", "mount"], not_keys: &["background", "nbd", "json"] },
-    Section { name: "image", command: &["image"], not_keys: &[] },
+    Section { name: "disk", command: &["disk", "mount"], not_keys: &["background", "nbd", "json"], renamed: &[] },
+    Section { name: "image", command: &["image"], not_keys: &[], renamed: &[] },
 ];
 
 /// The option of the daemon that may also be a list of tables.
@@ -190,10 +213,11 @@ fn find<'a>(command: &'a Command, path: &[&str]) -> &'a Command {
 
 /// The options that are keys of `section`.
 fn keys<'a>(command: &'a Command, section: &Section) -> impl Iterator<Item = &'a Arg> {
-    let not_keys = section.not_keys;
+    let Section { not_keys, renamed, .. } = *section;
     find(command, section.command).get_arguments().filter(move |arg| {
         let id = arg.get_id().as_str();
         let own = !not_keys.contains(&id) && !SHARED.contains(&id) && !["config", "help", "version"].contains(&id);
+        let own = own && (renamed.is_empty() || renamed.iter().any(|(_, option)| *option == id));
         own && !arg.is_hide_set() && arg.get_long().is_some()
     })
 }
@@ -323,8 +347,10 @@ fn settings_of(command: &Command, text: &str) -> Result<Vec<Setting>, Wrong> {
         };
         for (name, value) in inner {
             let full = format!("{key}.{}", name.get_ref());
-            let Some(arg) = keys(command, section).find(|arg| arg.get_id() == name.get_ref().as_ref()) else {
-                let mut known: Vec<&str> = keys(command, section).map(|arg| arg.get_id().as_str()).collect();
+            let option = section.option_of(name.get_ref());
+            let Some(arg) = keys(command, section).find(|arg| Some(arg.get_id().as_str()) == option) else {
+                let mut known: Vec<&str> =
+                    keys(command, section).map(|arg| section.key_of(arg.get_id().as_str())).collect();
                 known.sort_unstable();
                 let what = format!("unknown key; [{key}] has {}", known.join(", "));
                 return Err(Wrong::new(name.span(), full, what));
@@ -549,9 +575,8 @@ mod tests {
         // Every option of the daemon that people may use, but for where the file is and help itself.
         for arg in daemon.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_long().is_some()) {
             let id = arg.get_id().as_str();
-            let known = found.contains_key(&format!("daemon.{id}")) || found.contains_key(&format!(".{id}"));
-            let is_one_call = SECTIONS.iter().any(|section| section.name == "daemon" && section.not_keys.contains(&id));
-            assert!(known || is_one_call || ["config", "help", "version"].contains(&id), "--{id} has no key");
+            let known = ["daemon", "park", ""].iter().any(|section| found.contains_key(&format!("{section}.{id}")));
+            assert!(known || id == "replace" || ["config", "help", "version"].contains(&id), "--{id} has no key");
         }
     }
 
@@ -598,6 +623,10 @@ mod tests {
             ("[daemon]\n\n\nscan_interval = \"1ms\"", "f:4: daemon.scan_interval: `1ms`: "),
             ("[daemon]\nmetrics = \"0.0.0.0:9199\"", "f:2: daemon.metrics: `0.0.0.0:9199`: "),
             ("[daemon]\nrefault_budget = 99", "f:2: daemon.refault_budget: `99`: "),
+            ("[park]\npark_idle = \"5m\"", "f:2: park.park_idle: unknown key; [park] has idle, within"),
+            ("[daemon]\npark_idle = \"5m\"", "f:2: daemon.park_idle: unknown key"),
+            ("[park]\nidle = \"0s\"", "f:2: park.idle: `0s`: takes at least 1000ms, or never"),
+            ("[park]\nwithin = \"soon\"", "f:2: park.within: `soon`: `soon` is no time"),
             ("[daemon]\nno_keeper = true", "f:2: daemon.no_keeper: unknown key"),
             ("[daemon]\nconfig = \"x\"", "f:2: daemon.config: unknown key"),
             ("[run]\nbackend = \"magic\"", "f:2: run.backend: `magic`: one of "),
@@ -623,7 +652,7 @@ mod tests {
     #[test]
     fn the_command_line_wins_over_the_file_and_the_file_over_what_is_built_in() {
         let file = "socket = \"/f/s\"\n[daemon]\nworkers = 3\nkeep_cold_on_exit = true\nscan_interval = \"7s\"\npool_max = \"1G\"\n\
-            [run]\ncold = true\n[disk]\ncache_size = \"2G\"\n[image]\ndomain = \"d\"\n";
+            [park]\nidle = \"5m\"\nwithin = \"7s\"\n[run]\ncold = true\n[disk]\ncache_size = \"2G\"\n[image]\ndomain = \"d\"\n";
         let settings = settings_of(&command(), file).expect("good");
         let parse = |args: &[&str]| {
             let args = std::iter::once("pagefold").chain(args.iter().copied());
@@ -641,6 +670,8 @@ mod tests {
         assert_eq!(raw(&daemon, "keep_cold_on_exit").as_deref(), Some("false"));
         assert_eq!(raw(&daemon, "scan_interval").as_deref(), Some("7s"));
         assert_eq!(raw(&daemon, "pool_max").as_deref(), Some("1G"));
+        assert_eq!(raw(&daemon, "park_idle").as_deref(), Some("5m"));
+        assert_eq!(raw(&parse(&["daemon", "--park-within=3s"]), "park_within").as_deref(), Some("3s"));
         assert_eq!(raw(&daemon, "cold_scan_interval").as_deref(), Some("5s"));
         assert_eq!(raw(&daemon, "socket").as_deref(), Some("/f/s"));
         assert_eq!(raw(&parse(&["status"]), "socket").as_deref(), Some("/f/s"));

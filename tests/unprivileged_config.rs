@@ -266,3 +266,20 @@ fn the_daemon_that_run_starts_reads_the_same_file() {
     assert_eq!(status["workers"], 3, "{status}");
     wait_for("the daemon to end", 20, || !Path::new(&format!("/proc/{pid}")).exists());
 }
+
+#[test]
+fn a_park_policy_that_contradicts_itself_is_one_line() {
+    let home = tempfile::tempdir().expect("a directory");
+    let file = home.path().join(".config/pagefold/pagefold.toml");
+    let socket = home.path().join("s").display().to_string();
+    let daemon = |args: &[&str]| {
+        let output = tool(home.path()).args(["daemon", "--socket", &socket]).args(args).output();
+        output.expect("the tool runs")
+    };
+    write(&file, "[park]\nidle = \"5m\"\nwithin = \"10m\"\n");
+    refused(&daemon(&[]), 1, "pagefold: --park-within 10 m 00 s is longer than --park-idle 5 m 00 s: ");
+    write(&file, "[park]\nwithin = \"10s\"\n");
+    refused(&daemon(&[]), 1, "pagefold: --park-within needs --park-idle");
+    write(&file, "[park]\nidle = \"0s\"\n");
+    refused(&daemon(&[]), 1, &format!("pagefold: {}:2: park.idle: `0s`: takes at least 1000ms", file.display()));
+}

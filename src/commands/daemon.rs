@@ -85,6 +85,12 @@ pub struct Args {
     /// What evicts pages to the cold tier
     #[arg(long, value_enum, default_value_t = ColdPolicy::Auto)]
     cold_policy: ColdPolicy,
+    /// Park clients of the cold tier that were idle for so long, 1s at least; `never`: only `park` does
+    #[arg(long, value_name = "TIME", default_value = "never", value_parser = park_idle)]
+    park_idle: Setting<Duration>,
+    /// Spread the parking of a client over this time, no longer than --park-idle; `auto`: 10s, or --park-idle if that is shorter
+    #[arg(long, value_name = "TIME", default_value = "auto", value_parser = park_within)]
+    park_within: Setting<Duration>,
     /// Let processors enter deep idle states during faults: slower faults, less power
     #[arg(long)]
     allow_idle_states: bool,
@@ -165,6 +171,30 @@ fn duration_or_never(text: &str) -> Result<Setting<Duration>, String> {
     unless("never", text, units::duration)
 }
 
+fn park_idle(text: &str) -> Result<Setting<Duration>, String> {
+    unless("never", text, |text| args::no_shorter(1000, text))
+}
+
+fn park_within(text: &str) -> Result<Setting<Duration>, String> {
+    unless("auto", text, |text| args::no_shorter(10, text))
+}
+
+/// The policy that parks idle clients; `None` if there is none.
+fn park_policy(idle: Option<Duration>, within: Option<Duration>) -> Result<Option<cold::ParkPolicy>, String> {
+    match (idle, within) {
+        (None, None) => Ok(None),
+        (None, Some(_)) => Err("--park-within needs --park-idle: clients are parked only by request".to_owned()),
+        (Some(idle), Some(within)) if within > idle => Err(format!(
+            "--park-within {} is longer than --park-idle {}: set it to that or less",
+            units::show_duration(within),
+            units::show_duration(idle)
+        )),
+        (Some(idle), within) => {
+            Ok(Some(cold::ParkPolicy { idle, within: within.unwrap_or(PARK_WITHIN_MAX.min(idle)) }))
+        }
+    }
+}
+
 fn rules(text: &str) -> Result<Setting<Vec<AttachRule>>, String> {
     unless("none", text, attach_rules::parse)
 }
@@ -180,6 +210,9 @@ fn address(text: &str) -> Result<Setting<String>, String> {
 
 /// How long a daemon that `run` started stays without clients.
 const ON_DEMAND_IDLE: Duration = Duration::from_secs(60);
+
+/// Time of a parking, if none is given.
+const PARK_WITHIN_MAX: Duration = Duration::from_secs(10);
 
 /// Pause before another try to take a running daemon's place.
 const RETRY: Duration = Duration::from_millis(20);
@@ -197,6 +230,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     if let Some(lack) = pagefold_os::probe::too_old() {
         return Err(format!("daemon needs {}: this is {}; {}", lack.name, lack.detail, lack.cure).into());
     }
+    let park = park_policy(args.park_idle.0, args.park_within.0)?;
     let (_, total) = procfs::available_and_total();
     let socket = daemon_client::socket(args.socket.as_deref())?;
     let program = std::env::current_exe()?.into_os_string();
@@ -238,6 +272,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             tolerance: args.refault_budget,
             tick: args.cold_scan_interval,
             idle_min: args.cold_idle,
+            park,
             automatic: args.cold_policy == ColdPolicy::Auto,
             keeper: (!args.no_keeper).then(|| vec![program, "keeper".into()]),
             successor: successor.clone(),
@@ -325,7 +360,26 @@ fn more_metrics(out: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use super::service_of;
+    use super::{park_idle, park_policy, park_within, service_of};
+    use std::time::Duration;
+
+    #[test]
+    fn a_park_policy_is_whole_or_is_refused_with_the_cure() {
+        let s = Duration::from_secs;
+        assert_eq!(park_policy(None, None), Ok(None));
+        let within = |idle, within| park_policy(Some(s(idle)), within).map(|policy| policy.map(|policy| policy.within));
+        assert_eq!(within(300, None), Ok(Some(s(10))));
+        assert_eq!(within(4, None), Ok(Some(s(4))));
+        assert_eq!(within(4, Some(s(4))), Ok(Some(s(4))));
+        let wrong = within(4, Some(s(5))).unwrap_err();
+        assert_eq!(wrong, "--park-within 5.0 s is longer than --park-idle 4.0 s: set it to that or less");
+        assert!(park_policy(None, Some(s(5))).unwrap_err().contains("needs --park-idle"));
+        for nonsense in ["0", "0s", "soon", "-5s", "10ms", "1e99", "", "5 parsecs"] {
+            let wrong = park_idle(nonsense).unwrap_err();
+            assert!(wrong.ends_with(", or never") && wrong.lines().count() == 1, "{nonsense}: {wrong}");
+        }
+        assert!(park_within("0").is_err() && park_within("9ms").is_err() && park_within("10ms").is_ok());
+    }
 
     #[test]
     fn a_service_is_named_as_systemctl_names_it() {

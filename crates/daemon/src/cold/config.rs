@@ -1,5 +1,6 @@
 //! How the cold tier works.
 
+use super::idle::policy::ParkPolicy;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,6 +20,8 @@ pub struct Config {
     pub tick: Duration,
     /// No page goes out before it was silent for so long, unless memory is short.
     pub idle_min: Duration,
+    /// Parks idle clients without a request; `None` for no such policy.
+    pub park: Option<ParkPolicy>,
     /// Pages go out by themselves; else only by `park`, hints and shortage.
     pub automatic: bool,
     /// Near pages are kept as patches.
@@ -44,6 +47,7 @@ impl Default for Config {
             tolerance: 0.01,
             tick: Duration::from_secs(5),
             idle_min: Duration::from_secs(10),
+            park: None,
             automatic: true,
             patches: true,
             park_densely: true,

@@ -2,6 +2,7 @@
 //!
 //! Counters are read one by one, without a lock over all: sums may be a moment apart.
 
+use super::idle::policy::Activity;
 use super::tiers::Tiers;
 use pagefold_os::sync::lock;
 use serde::{Deserialize, Serialize};
@@ -35,8 +36,10 @@ pub struct ColdClient {
     pub fault_ns: u64,
     /// Faults by time from reading to answering: entry `i` counts those below 2^i microseconds.
     pub fault_us_log2: Vec<u64>,
-    /// Evicted by `park`, and not returned by `unpark` since.
+    /// Evicted by `park` or the park policy, and not returned by `unpark` or, under a policy, found at work since.
     pub parked: bool,
+    /// What it does, as the park policy sees it.
+    pub activity: Activity,
     /// The agent is connected.
     pub connected: bool,
     /// How long a page must be idle before it is evicted, in seconds; 0 before the first scan.
@@ -46,12 +49,15 @@ pub struct ColdClient {
 }
 
 impl ColdClient {
-    /// The state shown after the client's name, with a blank before it; empty if it is connected and not parked.
+    /// The state shown after the client's name, with a blank before it; empty if it is connected and there is nothing to say.
     pub const fn state_suffix(&self) -> &'static str {
-        match (self.connected, self.parked) {
-            (false, _) => " (no agent)",
-            (true, true) => " (parked)",
-            (true, false) => "",
+        match (self.connected, self.parked, self.activity) {
+            (false, ..) => " (no agent)",
+            (true, true, _) => " (parked)",
+            (true, false, Activity::Busy) => " (busy)",
+            (true, false, Activity::Idle) => " (idle)",
+            (true, false, Activity::Waking) => " (waking)",
+            (true, false, Activity::Unwatched | Activity::Parked) => "",
         }
     }
 }
@@ -156,6 +162,7 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
                 fault_us_log2: counters.fault_us.iter().map(get).collect(),
                 // A leased client has its memory here until it is unparked, so it is parked also under a successor.
                 parked: client.is_parked() || client.leased.load(Ordering::Relaxed),
+                activity: lock(&client.idleness).activity(),
                 connected: lock(&client.socket).is_some(),
                 idle_s: client
                     .eviction

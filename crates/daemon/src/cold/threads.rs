@@ -1,9 +1,11 @@
-//! The threads of a group: one for each client, the prefetcher, the evictor and the cleaner.
+//! The threads of a group: one for each client, the prefetcher, the evictor, the cleaner and the parker.
 
 use super::client::{CLUSTER_PAGES, Client};
 use super::evict::evictor;
 use super::group::Group;
 use super::groups::Groups;
+use super::idle::parker::{self, Parker};
+use super::idle::policy::ParkPolicy;
 use super::prefetcher::Job;
 use crate::domain_key::DOMAIN_IDLE;
 use pagefold_os::PAGE_SIZE;
@@ -47,11 +49,25 @@ pub(crate) fn start_prefetcher(group: &Arc<Group>, jobs: Receiver<Job>) {
     start("cold-ahead".into(), LOADING_STACK_BYTES, move || run_prefetcher(&jobs, &group));
 }
 
-/// Starts the evictor and the cleaner.
+/// Starts the evictor and the cleaner, and the parker if there is a policy for it.
 pub(crate) fn start_evictor_and_cleaner(group: &Arc<Group>, groups: &Arc<Groups>) {
     let (evictor, cleaner, groups) = (group.clone(), group.clone(), groups.clone());
     start("cold-evict".into(), STORING_STACK_BYTES, move || run_evictor(&evictor));
     start("cold-clean".into(), STORING_STACK_BYTES, move || run_cleaner(&cleaner, &groups));
+    if let Some(policy) = group.config.park {
+        let group = group.clone();
+        start("cold-idle".into(), STORING_STACK_BYTES, move || run_parker(&group, policy));
+    }
+}
+
+/// Parks idle clients.
+fn run_parker(group: &Group, policy: ParkPolicy) {
+    let mut parking = Parker::new(policy);
+    while !group.is_over() {
+        let rung = group.bell.load(Ordering::Acquire);
+        let pause = parking.turn(group, parker::monotonic());
+        wait::any([(&group.bell, rung)], pause.as_millis() as u64);
+    }
 }
 
 fn run_prefetcher(jobs: &Receiver<Job>, group: &Weak<Group>) {

@@ -1,6 +1,6 @@
 //! OpenMetrics text, over loopback or a Unix socket, off unless asked for.
 
-use crate::cold::{ColdClient, ColdDomain};
+use crate::cold::{Activity, ColdClient, ColdDomain, ColdStatus};
 use crate::service::daemon::Daemon;
 use crate::service::http::{self, Request, Response};
 use crate::service::report;
@@ -185,6 +185,7 @@ pub fn render(status: &Status) -> String {
     }
     let cold = rows(&status.cold.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name));
     families(&mut out, OF_COLD_CLIENTS, &cold);
+    clients_by_activity(&mut out, &status.cold);
     head(&mut out, "cold_fault_seconds", "histogram", "From reading a fault to answering it.");
     for (labels, client) in &cold {
         let count = buckets(&mut out, "cold_fault_seconds", labels, &client.fault_us_log2, log2_end, |_| true);
@@ -192,6 +193,20 @@ pub fn render(status: &Status) -> String {
         let _ = writeln!(out, "pagefold_cold_fault_seconds_sum{{{labels}}} {}", client.fault_ns as f64 / 1e9);
     }
     out
+}
+
+/// How many clients of each tier do what, as the park policy sees it.
+fn clients_by_activity(out: &mut String, cold: &ColdStatus) {
+    head(out, "cold_clients", "gauge", "Clients of the tier by activity.");
+    for tier in &cold.domains {
+        for activity in Activity::ALL {
+            let of_tier = |client: &&ColdClient| (client.uid, &client.domain) == (tier.uid, &tier.name);
+            let count = cold.clients.iter().filter(of_tier).filter(|client| client.activity == activity).count();
+            let labels =
+                format!("uid=\"{}\",domain=\"{}\",activity=\"{}\"", tier.uid, escape(&tier.name), activity.name());
+            let _ = writeln!(out, "pagefold_cold_clients{{{labels}}} {count}");
+        }
+    }
 }
 
 /// All, with their labels; of those with equal ones, as a process has that is connected anew, the last.

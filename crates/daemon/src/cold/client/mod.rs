@@ -28,6 +28,7 @@ mod reconcile;
 use crate::clients::connection::Connection;
 use crate::cold::agent_connection::AgentConnection;
 use crate::cold::handover::pending_children::PendingChildren;
+use crate::cold::idle::policy::Idleness;
 use crate::cold::prefetcher::Prefetcher;
 use crate::memory_limits::MemoryLimits;
 use ages::EvictionState;
@@ -108,6 +109,8 @@ pub(crate) struct Counters {
     pub refaults: AtomicU64,
     pub pages_returned: AtomicU64,
     pub zero_faults: AtomicU64,
+    /// Pages that the evictor's looks found written: a page counts once in each look.
+    pub pages_written: AtomicU64,
     pub lost: AtomicU64,
     pub fault_ns: AtomicU64,
     pub fault_us: [AtomicU64; FAULT_BUCKETS],
@@ -150,6 +153,8 @@ pub(crate) struct Client {
     /// Moved pages come in whether there is memory or not: the daemon stops, and could not bring them later.
     pub moved_at_once: AtomicBool,
     pub eviction: Mutex<EvictionState>,
+    /// What the park policy knows of it.
+    pub idleness: Mutex<Idleness>,
     pub limits: MemoryLimits,
     /// Counts requests to drop pages, before each: a page that was loaded earlier may be stale.
     pub leaving: AtomicU64,
@@ -246,6 +251,7 @@ impl Client {
             rang_evictor: AtomicBool::new(false),
             moved_at_once: AtomicBool::new(false),
             eviction: Mutex::default(),
+            idleness: Mutex::default(),
             limits: MemoryLimits::of(pid),
             leaving: AtomicU64::new(0),
             prefetcher,
@@ -258,7 +264,7 @@ impl Client {
         self.table.head().evicted.load(Ordering::Relaxed).min(tier.client_pages(self.client_id))
     }
 
-    /// It was parked and not unparked since, by this daemon or one before it.
+    /// It was parked by this daemon or one before it, and neither unparked since nor, under a policy, found at work.
     pub(crate) fn is_parked(&self) -> bool {
         self.table.head().parked.load(Ordering::Relaxed) != 0
     }

@@ -11,6 +11,7 @@ use crate::cold::agent_connection::{AgentConnection, Gone};
 use crate::cold::client::Client;
 use crate::cold::client::ages::{EvictionState, PageAges, now};
 use crate::cold::group::Group;
+use crate::cold::idle::signals;
 use crate::memory_limits::{SHORT, TIGHT, Usage};
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Range, pagemap};
@@ -73,6 +74,10 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut AgentConnection) -> 
     }
     if !due && !short {
         return Ok(Step { more, tight });
+    }
+    if signals::is_suspended(client.pid) {
+        // Its agent cannot answer, and would be taken for gone.
+        return Ok(Step { more: false, tight });
     }
     if short {
         pacing.shorted = Some(Instant::now());
@@ -148,9 +153,14 @@ fn look(ages: &mut PageAges, client: &Client, link: &mut AgentConnection) -> Res
     ages.grow_older();
     let wanted = pagemap::WPALLOWED | pagemap::WRITTEN | pagemap::PRESENT;
     let query = pagemap::Query { all_of: wanted, report: wanted, flags: pagemap::PROTECT, ..Default::default() };
+    let mut written = 0;
     for range in ages.regions().to_vec() {
-        scan(client, range, query, |region| ages.note_written(Range { start: region.start, end: region.end }))?;
+        scan(client, range, query, |region| {
+            written += (region.end - region.start) / PAGE;
+            ages.note_written(Range { start: region.start, end: region.end });
+        })?;
     }
+    client.counters.pages_written.fetch_add(written, Ordering::Relaxed);
     Ok(())
 }
 

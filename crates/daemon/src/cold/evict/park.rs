@@ -1,35 +1,113 @@
 //! One client is parked: everything of it is evicted. Or it is unparked: everything is brought back.
 
+use super::batch::Run;
 use super::bring_back::{bring_back, pages_out};
-use super::resident::evict_resident;
-use crate::cold::agent_connection::Gone;
+use super::resident::{evict_resident, resident, scan};
+use crate::cold::agent_connection::{AgentConnection, Gone};
 use crate::cold::client::Client;
 use crate::cold::group::Group;
+use crate::cold::idle::signals;
 use pagefold_os::sync::lock;
-use pagefold_os::{Range, sched};
+use pagefold_os::{PAGE_SIZE, Range, sched};
 use pagefold_tier::Effort;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+/// Resident pages that are evicted between two looks whether the client works: tens of milliseconds.
+const PART_PAGES: u64 = 4096;
+
 /// Puts everything of a client out that can go; returns the pages that went. What is quickest comes first: the cleaner
 /// makes dense what is out.
 pub(crate) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
-    let mut held = lock(&client.link);
-    let link = held.as_mut().filter(|_| !group.is_closing())?;
-    client.set_parked(true);
-    let mut all = || -> Result<u64, Gone> {
-        let regions = link.regions()?;
-        link.watch(&regions)?;
-        lock(&client.eviction).ages.park(regions.clone(), group.tier.take_touched(client.client_id));
+    with_agent(group, client, |link| {
+        client.set_parked(true);
+        let regions = begin(group, client, link)?;
         let parts = regions.into_iter().map(|region| (region, region)).collect();
         evict_resident(client, link, &group.tier, parts, Effort::Dense)
-    };
-    match all() {
-        Ok(gone) => Some(gone),
-        Err(Gone) => {
-            link.socket.shut();
-            *held = None;
-            None
+    })
+}
+
+/// Begins a parking that is done part by part with [`park_part`]: returns ranges with some thousand resident pages each. `None`
+/// if no agent answers, or the daemon stops.
+pub(crate) fn parts(group: &Group, client: &Arc<Client>) -> Option<Vec<Vec<Run>>> {
+    with_agent(group, client, |link| {
+        let regions = begin(group, client, link)?;
+        let mut parts = Parts::default();
+        for around in regions {
+            scan(client, around, resident(), |found| {
+                parts.add(Range { start: found.start, end: found.end }, around);
+            })?;
+        }
+        Ok(parts.done)
+    })
+}
+
+/// Evicts the resident pages of one part, as far as they are still managed; returns the pages that went. `None` if no
+/// agent answers, or the daemon stops.
+pub(crate) fn park_part(group: &Group, client: &Arc<Client>, part: &[Run]) -> Option<u64> {
+    with_agent(group, client, |link| {
+        let regions = link.regions()?;
+        let managed = part.iter().flat_map(|(range, _)| {
+            let first = regions.partition_point(|region| region.end <= range.start);
+            regions[first..].iter().take_while(|region| region.start < range.end).map(|region| {
+                let cut = Range { start: range.start.max(region.start), end: range.end.min(region.end) };
+                (cut, *region)
+            })
+        });
+        evict_resident(client, link, &group.tier, managed.collect(), Effort::Dense)
+    })
+}
+
+/// Does `act` with the agent of a client, unless the daemon stops or the client is suspended. The connection is given up if the
+/// agent does not answer.
+fn with_agent<T>(
+    group: &Group,
+    client: &Client,
+    act: impl FnOnce(&mut AgentConnection) -> Result<T, Gone>,
+) -> Option<T> {
+    let mut held = lock(&client.link);
+    let link = held.as_mut().filter(|_| !group.is_closing() && !signals::is_suspended(client.pid))?;
+    let done = act(link);
+    if done.is_err() {
+        link.socket.shut();
+        *held = None;
+    }
+    done.ok()
+}
+
+/// Returns the managed ranges, watched for writes, and begins to remember anew which pages are touched.
+fn begin(group: &Group, client: &Client, link: &mut AgentConnection) -> Result<Vec<Range>, Gone> {
+    let regions = link.regions()?;
+    link.watch(&regions)?;
+    lock(&client.eviction).ages.park(regions.clone(), group.tier.take_touched(client.client_id));
+    Ok(regions)
+}
+
+/// Ranges of addresses, grouped by the resident pages in them.
+#[derive(Default)]
+struct Parts {
+    done: Vec<Vec<Run>>,
+    /// Resident pages in the last of them.
+    pages: u64,
+}
+
+impl Parts {
+    /// Adds resident pages of the managed range `around`, which lie behind those added before.
+    fn add(&mut self, mut found: Range, around: Range) {
+        while !found.is_empty() {
+            if self.pages >= PART_PAGES || self.done.is_empty() {
+                self.done.push(Vec::new());
+                self.pages = 0;
+            }
+            let end = found.end.min(found.start + (PART_PAGES - self.pages) * PAGE_SIZE as u64);
+            self.pages += (end - found.start) / PAGE_SIZE as u64;
+            let part = self.done.last_mut().expect("one was added");
+            match part.last_mut() {
+                // What lies between two runs is absent, and costs nothing.
+                Some((range, of)) if of.start == around.start => range.end = end,
+                _ => part.push((Range { start: found.start, end }, around)),
+            }
+            found.start = end;
         }
     }
 }
@@ -68,6 +146,8 @@ pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     if !client.bring_all_moved(&group.tier) {
         return came;
     }
+    // The agent of a suspended client cannot answer. What is asked of it below can also be left out.
+    let all_here = all_here && !signals::is_suspended(client.pid);
     if client.leased.load(Ordering::Relaxed) && all_here {
         if let Some(mut link) = held.take() {
             link.leave();
@@ -94,10 +174,30 @@ mod tests {
     use super::*;
     use crate::cold::client::tests as client_tests;
     use crate::memory_limits::tests::limited;
-    use pagefold_os::{Errno, PAGE_SIZE};
+    use pagefold_os::Errno;
     use pagefold_protocol::residency_map::EVICTED;
 
     const PAGE: u64 = PAGE_SIZE as u64;
+
+    #[test]
+    fn parts_have_as_many_resident_pages_each_and_miss_none() {
+        let mut parts = Parts::default();
+        let around = |index: u64| Range::pages_from(index << 40, 1 << 28);
+        let mut added = 0;
+        // Far apart, in two managed ranges; one run is longer than a part.
+        for (region, at, pages) in [(1, 0, 10), (1, 1 << 20, 5000), (1, 1 << 25, 1), (2, 0, 3), (2, 50, PART_PAGES)] {
+            parts.add(Range::pages_from(around(region).start + at * PAGE, pages), around(region));
+            added += pages;
+        }
+        let full = added / PART_PAGES;
+        assert_eq!((parts.done.len() as u64, parts.pages), (full + 1, added % PART_PAGES));
+        let all: Vec<Run> = parts.done.into_iter().flatten().collect();
+        assert!(all.is_sorted_by(|one, other| one.0.end <= other.0.start), "{all:?}");
+        let covers = |page: u64| all.iter().any(|(range, _)| range.start <= page && page < range.end);
+        assert!(covers(around(1).start) && covers(around(1).start + (1 << 25) * PAGE));
+        assert!(covers(around(2).start + (50 + PART_PAGES - 1) * PAGE));
+        assert!(all.iter().all(|(range, of)| of.start <= range.start && range.end <= of.end));
+    }
 
     /// Its agent would make absent pages the kernel's, and a page that is awaited would read zero.
     #[test]

@@ -1,0 +1,161 @@
+//! The park policy: programs that become idle are parked without a request, and have every byte when they go on.
+
+mod common;
+
+use common::can_merge;
+use common::cold::{Host, Served, program};
+use common::{skipped, wait_for};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// The client's memory.
+const MIB: u64 = 64;
+const PAGES: u64 = MIB * 256;
+
+/// A daemon with a policy that is the only reason for evictions.
+fn host(idle: &str, within: &str) -> Host {
+    Host::start(&[
+        "--cold-policy=manual",
+        "--cold-scan-interval=200ms",
+        &format!("--park-idle={idle}"),
+        &format!("--park-within={within}"),
+    ])
+}
+
+fn activity(host: &Host, pid: i32) -> String {
+    host.cold(pid).map_or(String::new(), |client| client["activity"].as_str().expect("a word").to_owned())
+}
+
+fn wait_until_parked(host: &Host, pid: i32) {
+    wait_for("the policy to park the client", 60, || activity(host, pid) == "parked");
+    let out = host.number(pid, "pages_out");
+    assert!(out > PAGES * 9 / 10, "{out} pages of {PAGES} are out");
+}
+
+#[test]
+fn an_idle_program_is_parked_and_a_touch_wakes_it() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let host = host("2s", "1s");
+    let mut client = Served::start(&host, &[], MIB);
+    let pid = client.pid();
+    // Longer than the idle time.
+    client.send("storm 4000");
+    let end = Instant::now() + Duration::from_secs(3);
+    while Instant::now() < end {
+        let seen = activity(&host, pid);
+        assert!(["busy", "unwatched"].contains(&&*seen), "{seen} while it works");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(host.number(pid, "pages_evicted"), 0);
+    client.expect_right("storm");
+    for _ in 0..2 {
+        wait_until_parked(&host, pid);
+        let text = String::from_utf8(host.tool(&["status"]).stdout).expect("text");
+        assert!(text.contains(" (parked)"), "{text}");
+        let memory = pagefold_os::procfs::memory(pid).expect("it lives").anonymous;
+        assert!(memory < (MIB << 20) / 8, "{memory} bytes are left in memory");
+        client.does("check");
+        wait_for("the policy to see it", 10, || ["waking", "busy", "idle"].contains(&&*activity(&host, pid)));
+    }
+    // A request wins: what an operator brings back has the whole idle time.
+    wait_until_parked(&host, pid);
+    assert!(host.tool(&["unpark", &pid.to_string()]).status.success());
+    assert_eq!((host.number(pid, "pages_out"), activity(&host, pid) == "parked"), (0, false));
+    client.does("check");
+    assert_eq!(host.number(pid, "pages_lost"), 0);
+}
+
+/// The parking takes seconds here, so that both come in the middle of it.
+#[test]
+fn a_touch_ends_a_parking_and_a_killed_daemon_loses_nothing_of_it() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let mut host = host("4s", "4s");
+    let mut client = Served::start(&host, &[], MIB);
+    let pid = client.pid();
+    let in_the_middle = |host: &Host| {
+        wait_for("a parking to begin", 60, || host.number(pid, "pages_out") > 0);
+        let out = host.number(pid, "pages_out");
+        assert!(out < PAGES * 3 / 4 && activity(host, pid) == "idle", "{out} pages went at once");
+    };
+    in_the_middle(&host);
+    client.does("check");
+    let out = host.number(pid, "pages_out");
+    std::thread::sleep(Duration::from_secs(2));
+    let later = host.number(pid, "pages_out");
+    assert!(later <= out + PAGES / 8, "the parking went on: {out} pages, then {later}");
+    in_the_middle(&host);
+    host.kill_daemon();
+    client.does("check");
+    host.wait_for_client(pid);
+    // The successor has the same policy.
+    wait_until_parked(&host, pid);
+    host.kill_daemon();
+    client.does("check");
+    host.wait_for_client(pid);
+    assert_eq!(host.number(pid, "pages_lost"), 0);
+}
+
+/// A control group of version 2 that can be frozen; removed in the end.
+struct Freezer(PathBuf);
+
+impl Freezer {
+    fn new() -> Option<Freezer> {
+        let roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"].map(PathBuf::from);
+        let root = roots.into_iter().find(|root| root.join("cgroup.procs").exists())?;
+        let path = root.join(format!("pagefold-test-idle-{}", std::process::id()));
+        std::fs::create_dir(&path).ok()?;
+        Some(Freezer(path)).filter(|made| made.0.join("cgroup.freeze").exists())
+    }
+
+    fn put(&self, file: &str, text: &str) {
+        std::fs::write(self.0.join(file), text).unwrap_or_else(|error| panic!("{file}: {error}"));
+    }
+}
+
+impl Drop for Freezer {
+    fn drop(&mut self) {
+        let _ = std::fs::write(self.0.join("cgroup.freeze"), "0");
+        wait_for("the group to be empty", 10, || std::fs::remove_dir(&self.0).is_ok());
+    }
+}
+
+/// Its agent is frozen with it. It was taken for gone after ten seconds, and other clients waited for as long.
+#[test]
+fn a_frozen_or_stopped_program_keeps_its_agent() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let Some(freezer) = Freezer::new() else {
+        return skipped("no control group of version 2 can be made here");
+    };
+    let host = host("1s", "1s");
+    let mut clients = [(); 2].map(|()| Served::start(&host, &[], MIB));
+    let [frozen, stopped] = [clients[0].pid(), clients[1].pid()];
+    freezer.put("cgroup.procs", &frozen.to_string());
+    freezer.put("cgroup.freeze", "1");
+    // SAFETY: a process that this test started.
+    unsafe { libc::kill(stopped, libc::SIGSTOP) };
+    let began = Instant::now();
+    host.tool(&["park", "--all"]);
+    assert!(began.elapsed() < Duration::from_secs(8), "park waited for an agent that cannot answer");
+    // A client that runs is served meanwhile.
+    let other = Served::start(&host, &[], MIB);
+    wait_until_parked(&host, other.pid());
+    std::thread::sleep(Duration::from_secs(12).saturating_sub(began.elapsed()));
+    for pid in [frozen, stopped] {
+        let client = host.cold(pid).expect("a client");
+        assert!(client["connected"] == true && client["pages_out"] == 0, "{client}");
+    }
+    freezer.put("cgroup.freeze", "0");
+    // SAFETY: as above.
+    unsafe { libc::kill(stopped, libc::SIGCONT) };
+    for client in &mut clients {
+        client.does("check");
+        wait_until_parked(&host, client.pid());
+        client.does("check");
+    }
+}
