@@ -3,6 +3,7 @@
 //! One module per benchmark; each prints a table, or JSON with `--json`, and
 //! ends in seconds with `--quick`. What the sources published stands below its table.
 
+mod coverage;
 mod disk;
 mod files;
 mod full;
@@ -40,6 +41,7 @@ type Bench = (&'static str, &'static str, fn(&[String]) -> ExitCode);
 
 /// All benchmarks, in the order of the help text.
 const BENCHES: &[Bench] = &[
+    ("coverage", "programs of many kinds: merging against the kernel's KSM", coverage::run),
     ("erofs", "image trees: page cache shared by content, against other ways", image::run),
     ("pagecache", "disk images against the kernel's page cache, plain FUSE and qcow2", disk::run),
     ("index", "SD tree and B-tree against other maps", index::run),

@@ -15,11 +15,17 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `pagefold daemon` with these options and a socket in `dir`.
+    /// Starts `pagefold daemon` with these options and a socket in `dir`. It has no keeper, which would outlive it.
     pub fn start(dir: &Path, options: &[&str]) -> io::Result<Daemon> {
         let (tool, socket) = (process::tool()?, dir.join("daemon.sock"));
         let mut command = Command::new(&tool);
-        command.arg("daemon").args(options).arg("--socket").arg(&socket).stdin(Stdio::null()).stdout(Stdio::null());
+        command
+            .args(["daemon", "--no-keeper"])
+            .args(options)
+            .arg("--socket")
+            .arg(&socket)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
         let daemon = Daemon { _process: Running::start(&mut command)?, tool, socket };
         wait_for("the daemon", Duration::from_secs(20), || daemon.status().ok())?;
         Ok(daemon)
@@ -35,6 +41,13 @@ impl Daemon {
     pub fn status(&self) -> io::Result<Value> {
         let text = process::output(Command::new(&self.tool).args(["status", "--json", "--socket"]).arg(&self.socket))?;
         serde_json::from_str(&text).map_err(io::Error::other)
+    }
+
+    /// Attaches a program that runs already.
+    pub fn attach(&self, pid: i32) -> io::Result<()> {
+        let mut command = Command::new(&self.tool);
+        command.args(["attach", "--socket"]).arg(&self.socket).arg(pid.to_string());
+        process::output(&mut command).map(drop)
     }
 
     /// Evicts the memory of all cold clients.

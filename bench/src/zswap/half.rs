@@ -29,7 +29,7 @@ impl Backend {
     /// Starts one: the tier with files in `dir`, or zswap over a swap file of `swap_bytes`.
     fn start(tier: bool, dir: &Path, swap_bytes: u64) -> io::Result<Backend> {
         match tier {
-            true => Ok(Backend::Tier(Daemon::start(dir, &["--priority=normal", "--no-keeper", "--tier-dir", "none"])?)),
+            true => Ok(Backend::Tier(Daemon::start(dir, &["--priority=normal", "--tier-dir", "none"])?)),
             false => Ok(Backend::Zswap { _on: Zswap::start(swap_bytes)? }),
         }
     }

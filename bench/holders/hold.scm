@@ -1,0 +1,17 @@
+;; Holds a file in bytevectors; see README.md.
+(use-modules (ice-9 binary-ports) (ice-9 rdelim) (rnrs bytevectors))
+(define path (cadr (command-line)))
+(define size (string->number (caddr (command-line))))
+(define (blocks)
+  (call-with-input-file path
+    (lambda (file)
+      (let more ((held '()))
+        (let ((block (get-bytevector-n file size)))
+          (if (and (bytevector? block) (= size (bytevector-length block))) (more (cons block held)) held))))
+    #:binary #t))
+(define held (blocks))
+(display "ready\n")
+(force-output)
+(when (eof-object? (read-line)) (exit 1))
+(display (if (and (pair? held) (equal? held (blocks))) "right\n" "wrong\n"))
+(force-output)

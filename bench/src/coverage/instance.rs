@@ -1,0 +1,123 @@
+//! A running program that holds the data, by the protocol of `bench/holders`.
+
+use crate::process::{Failure, Running, wait_for};
+use pagefold_os::procfs;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::Duration;
+
+/// The longest time to load the data, or to compare it.
+const ANSWER_MAX: Duration = Duration::from_secs(120);
+/// The longest time to end at the end of its input.
+const END_MAX: Duration = Duration::from_secs(5);
+
+/// An instance of a kind, ended with its children when this is dropped.
+pub struct Instance {
+    process: Running,
+    input: Option<ChildStdin>,
+    lines: Receiver<String>,
+}
+
+impl Instance {
+    /// Starts a program.
+    pub fn start(command: &mut Command) -> Result<Instance, Failure> {
+        let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()))?;
+        let input = process.0.stdin.take();
+        let output = process.0.stdout.take().expect("it is a pipe");
+        let (sender, lines) = mpsc::channel();
+        // A thread, for the wait for a line has a limit. It ends with the program's output.
+        std::thread::spawn(move || {
+            let mut said = BufReader::new(output).lines().map_while(Result::ok);
+            while said.next().is_some_and(|line| sender.send(line).is_ok()) {}
+        });
+        Ok(Instance { process, input, lines })
+    }
+
+    /// Waits until it holds the data.
+    pub fn ready(&self) -> Result<(), Failure> {
+        match self.lines.recv_timeout(ANSWER_MAX) {
+            Ok(line) if line == "ready" => Ok(()),
+            Ok(line) => Err(format!("it prints {line:?} instead of \"ready\"").into()),
+            Err(error) => Err(format!("it does not hold the data: {error}").into()),
+        }
+    }
+
+    /// Has it compare every byte; returns what it says, or that it has ended.
+    pub fn compare(&mut self) -> Result<(), String> {
+        let input = self.input.as_mut().expect("open until the end");
+        input.write_all(b"\n").map_err(|error| format!("it has ended: {error}"))?;
+        match self.lines.recv_timeout(ANSWER_MAX) {
+            Ok(line) if line == "right" => Ok(()),
+            Ok(line) => Err(format!("it prints {line:?}")),
+            Err(_) => Err("it has ended, or is silent".into()),
+        }
+    }
+
+    /// Its processes.
+    pub fn pids(&self) -> Vec<i32> {
+        let mut pids = vec![self.process.pid()];
+        let mut at = 0;
+        while let Some(&pid) = pids.get(at) {
+            let threads = procfs::threads(pid).unwrap_or_default().into_iter();
+            let children =
+                threads.filter_map(|id| std::fs::read_to_string(format!("/proc/{pid}/task/{id}/children")).ok());
+            pids.extend(
+                children
+                    .flat_map(|line| line.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()),
+            );
+            at += 1;
+        }
+        pids
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        let pids = self.pids();
+        // At the end of its input a script ends its server, which leaves nothing behind then.
+        self.input = None;
+        let _ = wait_for("its end", END_MAX, || self.process.0.try_wait().ok().flatten());
+        for pid in pids.into_iter().rev() {
+            // SAFETY: kill takes numbers only. The machine does not give a number again within seconds.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn holder(script: &str) -> Instance {
+        Instance::start(Command::new("sh").args(["-c", script])).unwrap()
+    }
+
+    #[test]
+    fn a_holder_is_right_wrong_or_gone() {
+        let mut right = holder("echo ready; read -r line; echo right");
+        right.ready().unwrap();
+        assert_eq!(right.compare(), Ok(()));
+        assert!(holder("echo ready; read -r line; echo wrong").ready_to_compare().unwrap_err().contains("wrong"));
+        assert!(holder("echo ready; exit").ready_to_compare().unwrap_err().contains("ended"));
+        assert!(holder("echo help; cat").ready().is_err() && holder("exit").ready().is_err());
+    }
+
+    #[test]
+    fn children_end_with_their_instance() {
+        let instance = holder("sleep 600 & echo ready; read -r line");
+        instance.ready().unwrap();
+        let pids = instance.pids();
+        assert_eq!(pids.len(), 2);
+        drop(instance);
+        let ended = || !pids.iter().any(|pid| procfs::start_time_of_running(*pid).is_some());
+        wait_for("their end", Duration::from_secs(5), || ended().then_some(())).unwrap();
+    }
+
+    impl Instance {
+        fn ready_to_compare(mut self) -> Result<(), String> {
+            self.ready().unwrap();
+            self.compare()
+        }
+    }
+}

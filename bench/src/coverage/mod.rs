@@ -1,0 +1,274 @@
+//! Coverage: which kinds of program are merged, and how much of their equal memory, beside the kernel's KSM.
+//!
+//! Three instances of each kind hold the same bytes ([`kinds`]). Their memory, the sum of Pss of all processes, is measured with
+//! nothing, with KSM at full speed, with `pagefold attach` once they hold the data, and under `pagefold run --manage all`.
+//! Saved is the difference to the memory with nothing. Each instance compares every byte afterwards.
+
+mod instance;
+mod kinds;
+mod way;
+
+use crate::options::{self, Extent, positive};
+use crate::process::{self, Failure};
+use crate::record;
+use crate::restore;
+use crate::stats::{Random, Spread};
+use clap::Parser;
+use kinds::{Kind, Programs};
+use pagefold_os::{ksm, procfs};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use way::{Measured, Rest, Way};
+
+/// Coverage: three instances of each kind of program, merged by us and by KSM.
+#[derive(Parser, Debug)]
+#[command(
+    name = "pagefold bench coverage",
+    after_help = "Examples:\n  pagefold bench coverage --quick\n  pagefold bench coverage --only 'Java Serial,Go' --own-orders"
+)]
+struct Args {
+    /// Kinds with these names only, or with names that begin so.
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    only: Vec<String>,
+    /// MiB that each instance holds.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    mib: Option<usize>,
+    /// Each instance holds the blocks in an order of its own.
+    #[arg(long)]
+    own_orders: bool,
+    /// Runs of each row; the median and the spread are shown. Without it one, with --full three.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    rounds: Option<usize>,
+    /// Without the peer.
+    #[arg(long)]
+    no_ksm: bool,
+    #[command(flatten)]
+    extent: Extent,
+}
+
+/// Instances of each kind.
+const INSTANCES: usize = 3;
+/// Data is shuffled by pieces of this size: a multiple of every block.
+const PIECE: usize = 256 << 10;
+
+/// Entry point.
+pub fn run(args: &[String]) -> ExitCode {
+    match options::parse("coverage", args) {
+        Ok(args) => options::exit_code("coverage", measure(&args)),
+        Err(code) => code,
+    }
+}
+
+impl Args {
+    fn rounds(&self) -> usize {
+        self.rounds.unwrap_or(if self.extent.full { 3 } else { 1 })
+    }
+
+    fn mib(&self) -> usize {
+        self.mib.unwrap_or(if self.extent.quick { 32 } else { 64 })
+    }
+
+    fn wants(&self, kind: &Kind) -> bool {
+        match self.only.is_empty() {
+            true => kind.is_quick || !self.extent.quick,
+            false => self.only.iter().any(|name| kind.name.starts_with(name.as_str())),
+        }
+    }
+}
+
+/// The ways that this machine and this user can measure; the others are named.
+fn ways(args: &Args) -> Vec<Way> {
+    let able = |way: Way| -> Result<(), String> {
+        match way {
+            Way::Nothing | Way::Run => Ok(()),
+            Way::Ksm if args.no_ksm => Err("--no-ksm".into()),
+            _ if !process::is_root() => Err("it needs root".into()),
+            Way::Ksm => ksm::unused().map_err(|error| error.to_string()),
+            Way::Attach if !cfg!(target_arch = "x86_64") => Err("programs are entered on x86-64 only".into()),
+            Way::Attach => Ok(()),
+        }
+    };
+    let skipped = |way: &Way| able(*way).inspect_err(|why| eprintln!("SKIPPED: {}: {why}", way.name())).is_ok();
+    Way::ALL.into_iter().filter(skipped).collect()
+}
+
+/// Writes the file that each instance holds.
+fn data(dir: &Path, args: &Args) -> Result<Vec<PathBuf>, Failure> {
+    let mut bytes = vec![0; args.mib() << 20];
+    Random(0x9E37_79B9_7F4A_7C15).fill(&mut bytes);
+    let mut files = Vec::new();
+    for number in 0..if args.own_orders { INSTANCES } else { 1 } {
+        let path = dir.join(format!("data.{number}"));
+        let order = Random(number as u64 + 1).order(bytes.len() / PIECE);
+        let pieces: Vec<&[u8]> = order.into_iter().map(|piece| &bytes[piece * PIECE..][..PIECE]).collect();
+        fs::write(&path, pieces.concat())?;
+        files.push(path);
+    }
+    Ok((0..INSTANCES).map(|number| files[number % files.len()].clone()).collect())
+}
+
+/// All rounds of a kind, and the row of the table that they make.
+struct Row<'a> {
+    kind: &'a Kind,
+    rounds: Vec<Vec<Measured>>,
+}
+
+impl Row<'_> {
+    fn spread(&self, of: impl Fn(&[Measured]) -> Option<f64>) -> Option<Spread> {
+        let values: Vec<f64> = self.rounds.iter().filter_map(|round| of(round)).collect();
+        (!values.is_empty()).then(|| Spread::of(values))
+    }
+
+    fn json(&self, args: &Args) -> Value {
+        let by = |way: Way| move |round: &[Measured]| saved_mib(round, way);
+        let ratio = |way: Way, of: fn(&[Measured]) -> Option<f64>| {
+            self.spread(move |round| Some(saved_mib(round, way)? / of(round).filter(|of| *of >= 1.0)?))
+        };
+        let ksm: fn(&[Measured]) -> Option<f64> = |round| saved_mib(round, Way::Ksm);
+        let mut notes: Vec<&str> = self.measures().flat_map(|measured| &measured.notes).map(String::as_str).collect();
+        notes.sort_unstable();
+        notes.dedup();
+        json!({
+            "kind": self.kind.name, "mib_each": args.mib(), "own_orders": args.own_orders,
+            "before_mib": self.spread(|round| Some(nothing(round)?.pss_mib)),
+            "found_mib": self.spread(found_mib),
+            "ksm_saved_mib": self.spread(ksm),
+            "attach_saved_mib": self.spread(by(Way::Attach)),
+            "run_saved_mib": self.spread(by(Way::Run)),
+            "attach_against_ksm": ratio(Way::Attach, ksm),
+            "run_against_ksm": ratio(Way::Run, ksm),
+            "attach_of_found": ratio(Way::Attach, found_mib),
+            "run_of_found": ratio(Way::Run, found_mib),
+            "attach_own_mib": self.spread(|round| Some(of(round, Way::Attach)?.own_mib)),
+            "run_own_mib": self.spread(|round| Some(of(round, Way::Run)?.own_mib)),
+            "attach_counters": self.counted(Way::Attach), "run_counters": self.counted(Way::Run),
+            "right": self.measures().all(|measured| measured.is_right),
+            "notes": notes,
+        })
+    }
+
+    /// The daemon's counters in the last round.
+    fn counted(&self, way: Way) -> Option<&Value> {
+        of(self.rounds.last()?, way)?.counted.as_ref()
+    }
+
+    fn measures(&self) -> impl Iterator<Item = &Measured> {
+        self.rounds.iter().flatten()
+    }
+}
+
+fn of(round: &[Measured], way: Way) -> Option<&Measured> {
+    round.iter().find(|measured| measured.way == way)
+}
+
+fn nothing(round: &[Measured]) -> Option<&Measured> {
+    of(round, Way::Nothing)
+}
+
+/// What a dry run finds, in MiB.
+fn found_mib(round: &[Measured]) -> Option<f64> {
+    nothing(round)?.found_mib
+}
+
+/// Memory that is in use with nothing, less what is in use with this.
+fn saved_mib(round: &[Measured], way: Way) -> Option<f64> {
+    Some(nothing(round)?.pss_mib - of(round, way)?.pss_mib)
+}
+
+fn measure(args: &Args) -> Result<(), Failure> {
+    process::tool()?;
+    let (dir, _removed) = restore::folder("coverage")?;
+    let programs = Programs::unpack(&dir)?;
+    let files = data(&dir, args)?;
+    let ways = ways(args);
+    let rest = Rest::new(args.extent.quick);
+    record::emit_versions(json!({ "max_map_count": procfs::mappings_max() }));
+    let (mut rows, mut wrong) = (Vec::new(), Vec::new());
+    for kind in kinds::ALL.iter().filter(|kind| args.wants(kind)) {
+        let words = match programs.prepare(kind) {
+            Ok(words) => words,
+            Err(why) => {
+                eprintln!("SKIPPED: {}: {why}", kind.name);
+                continue;
+            }
+        };
+        eprintln!("{}", kind.name);
+        let mut row = Row { kind, rounds: Vec::new() };
+        for _ in 0..args.rounds() {
+            let measure = |way: &Way| way.measure(&words, &files, &dir, rest);
+            row.rounds.push(
+                ways.iter()
+                    .map(measure)
+                    .collect::<Result<_, _>>()
+                    .map_err(|error| format!("{}: {error}", kind.name))?,
+            );
+        }
+        for measured in row.measures() {
+            measured.notes.iter().for_each(|note| eprintln!("  {note}"));
+            if !measured.is_right {
+                wrong.push(format!("{} {}", kind.name, measured.way.name()));
+            }
+        }
+        rows.push(row.json(args));
+    }
+    record::table(
+        "coverage: memory of three instances with equal data, and what is saved of it (MiB)",
+        "kind|before=before_mib:0|found=found_mib:0|KSM=ksm_saved_mib:0|attach=attach_saved_mib:0|run=run_saved_mib:0|\
+         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|attach/found=attach_of_found:2|run/found=run_of_found:2|right",
+        rows,
+    );
+    match wrong.is_empty() {
+        true => Ok(()),
+        false => Err(format!("a program does not hold its data any more: {}", wrong.join(", ")).into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(way: Way, pss_mib: f64, found_mib: Option<f64>) -> Measured {
+        Measured { way, pss_mib, found_mib, own_mib: 2.0, is_right: true, counted: None, notes: vec!["a note".into()] }
+    }
+
+    #[test]
+    fn a_row_relates_what_is_saved_to_the_peer_and_to_the_dry_run() {
+        let args = Args::parse_from(["coverage"]);
+        let round = |attach| {
+            vec![
+                measured(Way::Nothing, 200.0, Some(125.0)),
+                measured(Way::Ksm, 100.0, None),
+                measured(Way::Attach, attach, None),
+            ]
+        };
+        let mut row = Row { kind: &kinds::ALL[0], rounds: vec![round(80.0), round(75.0), round(90.0)] };
+        let json = row.json(&args);
+        let median = |field: &str| json[field]["median"].as_f64();
+        assert_eq!((median("before_mib"), median("found_mib")), (Some(200.0), Some(125.0)));
+        assert_eq!((median("ksm_saved_mib"), median("attach_saved_mib")), (Some(100.0), Some(120.0)));
+        assert_eq!((median("attach_against_ksm"), median("attach_of_found")), (Some(1.2), Some(0.96)));
+        assert_eq!((median("run_saved_mib"), median("run_against_ksm")), (None, None));
+        assert_eq!((&json["right"], &json["notes"]), (&json!(true), &json!(["a note"])));
+        row.rounds[1][2].is_right = false;
+        assert_eq!(row.json(&args)["right"], json!(false), "one wrong byte in any round");
+    }
+
+    #[test]
+    fn instances_hold_the_same_pieces() {
+        let dir = tempfile::tempdir().unwrap();
+        let pieces = |path: &PathBuf| {
+            let bytes = fs::read(path).unwrap();
+            bytes.chunks(PIECE).map(<[u8]>::to_vec).collect::<Vec<_>>()
+        };
+        let equal = data(dir.path(), &Args::parse_from(["coverage", "--mib", "2"])).unwrap();
+        assert_eq!(pieces(&equal[0]), pieces(&equal[2]));
+        let own = data(dir.path(), &Args::parse_from(["coverage", "--mib", "2", "--own-orders"])).unwrap();
+        let (mut first, mut last) = (pieces(&own[0]), pieces(&own[2]));
+        assert_ne!(first, last);
+        first.sort();
+        last.sort();
+        assert_eq!(first, last);
+    }
+}

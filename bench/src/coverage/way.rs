@@ -1,0 +1,275 @@
+//! The ways to merge the instances of a kind, and the measure of one.
+
+use super::instance::Instance;
+use crate::process::{self, Failure};
+use crate::restore;
+use crate::tool::Daemon;
+use pagefold_os::{ksm, procfs};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// What merges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Nothing: the memory that the others are compared with.
+    Nothing,
+    /// The kernel's KSM at full speed, for all memory of the programs (`PR_SET_MEMORY_MERGE`).
+    Ksm,
+    /// `pagefold attach` of programs that hold their data already.
+    Attach,
+    /// `pagefold run --manage all`.
+    Run,
+}
+
+/// What was measured.
+pub struct Measured {
+    /// What merged.
+    pub way: Way,
+    /// The sum of Pss of all processes of all instances, once it changes no more.
+    pub pss_mib: f64,
+    /// What a dry run finds; only with nothing.
+    pub found_mib: Option<f64>,
+    /// Memory of the daemon.
+    pub own_mib: f64,
+    /// Whether every instance still holds its data.
+    pub is_right: bool,
+    /// What the daemon counts about its clients; only with ours.
+    pub counted: Option<Value>,
+    /// What the tool says about programs that it does not manage.
+    pub notes: Vec<String>,
+}
+
+/// The engine while it runs; its settings are restored when this is dropped.
+enum Engine {
+    Nothing,
+    Ksm { _restored: ksm::Settings },
+    Ours(Daemon),
+}
+
+impl Way {
+    /// In this order they are measured.
+    pub const ALL: [Way; 4] = [Way::Nothing, Way::Ksm, Way::Attach, Way::Run];
+
+    /// As the table calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Way::Nothing => "nothing",
+            Way::Ksm => "KSM",
+            Way::Attach => "attach",
+            Way::Run => "run",
+        }
+    }
+
+    fn engine(self, dir: &Path) -> Result<Engine, Failure> {
+        Ok(match self {
+            Way::Nothing => Engine::Nothing,
+            Way::Ksm => {
+                let settings = ksm::Settings::take()?;
+                for (name, value) in [("pages_to_scan", 1_000_000), ("sleep_millisecs", 0)] {
+                    ksm::write(name, value)?;
+                }
+                // Older kernels lack it.
+                let _ = ksm::write("use_zero_pages", 1);
+                Engine::Ksm { _restored: settings }
+            }
+            Way::Attach | Way::Run => Engine::Ours(Daemon::start(dir, &["--priority=normal"])?),
+        })
+    }
+
+    /// The command that starts an instance in `dir`.
+    fn command(self, engine: &Engine, words: &[String], dir: &Path) -> Command {
+        let wrapper = match (self, engine) {
+            (Way::Run, Engine::Ours(daemon)) => daemon.run(&["--manage", "all"]),
+            _ => Vec::new(),
+        };
+        let words: Vec<&String> = wrapper.iter().chain(words).collect();
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).current_dir(dir);
+        if self == Way::Ksm {
+            // SAFETY: between fork and exec the closure makes one system call, which is async-signal-safe.
+            unsafe {
+                command.pre_exec(|| match libc::prctl(libc::PR_SET_MEMORY_MERGE, 1, 0, 0, 0) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                })
+            };
+        }
+        command
+    }
+
+    /// Starts an instance for each file, merges them until their memory changes no more, and has each compare its data.
+    pub fn measure(self, words: &[String], files: &[PathBuf], dir: &Path, rest: Rest) -> Result<Measured, Failure> {
+        let (own, _removed) = restore::folder(&format!("coverage-{}", self.name()))?;
+        let engine = self.engine(&own)?;
+        let start = |(number, file): (usize, &PathBuf)| -> Result<Instance, Failure> {
+            let own = own.join(number.to_string());
+            std::fs::create_dir(&own)?;
+            let word = |word: &String| match word.as_str() {
+                "FILE" => file.display().to_string(),
+                "DIR" => own.display().to_string(),
+                _ => word.clone(),
+            };
+            Instance::start(&mut self.command(&engine, &words.iter().map(word).collect::<Vec<_>>(), dir))
+        };
+        let mut instances = files.iter().enumerate().map(start).collect::<Result<Vec<_>, _>>()?;
+        instances.iter().try_for_each(Instance::ready)?;
+        let mut notes = Vec::new();
+        match (self, &engine) {
+            (Way::Ksm, _) => ksm::write("run", 1)?,
+            (Way::Attach, Engine::Ours(daemon)) => notes.extend(attach(daemon, &instances)),
+            _ => {}
+        }
+        let pss = settle(&instances, if self == Way::Nothing { Rest::ALONE } else { rest });
+        let found = if self == Way::Nothing { Some(found(&instances)?) } else { None };
+        let (mut own_bytes, mut counted) = (0, None);
+        if let Engine::Ours(daemon) = &engine {
+            let status = daemon.status()?;
+            own_bytes = procfs::memory(status["pid"].as_i64().unwrap_or(0) as i32).map_or(0, |memory| memory.pss);
+            notes.extend(unmanaged(&status));
+            counted = Some(counters(&status));
+        }
+        let mut is_right = true;
+        for instance in &mut instances {
+            if let Err(why) = instance.compare() {
+                is_right = false;
+                notes.push(why);
+            }
+        }
+        let notes = notes.into_iter().map(|note| format!("{}: {note}", self.name())).collect();
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        Ok(Measured {
+            way: self,
+            pss_mib: mib(pss),
+            found_mib: found.map(mib),
+            own_mib: mib(own_bytes),
+            is_right,
+            counted,
+            notes,
+        })
+    }
+}
+
+/// When the memory is taken to change no more.
+#[derive(Clone, Copy)]
+pub struct Rest {
+    /// The longest time to the first change: the daemon first looks for some seconds what is written.
+    first: Duration,
+    /// After a change, for how long there is no other.
+    quiet: Duration,
+}
+
+impl Rest {
+    /// With nothing that merges: programs come to rest by themselves.
+    const ALONE: Rest = Rest { first: Duration::from_secs(1), quiet: Duration::from_secs(1) };
+
+    /// With an engine.
+    pub fn new(is_quick: bool) -> Rest {
+        let [first, quiet] = if is_quick { [8, 3] } else { [12, 4] }.map(Duration::from_secs);
+        Rest { first, quiet }
+    }
+}
+
+/// The longest time for one measure.
+const SETTLE_MAX: Duration = Duration::from_secs(90);
+/// Programs write a little all the time: less than this is no change.
+const CHANGE: u64 = 1 << 20;
+/// Processes with less memory of their own than this hold none of the data: a shell that starts a server.
+const SMALL: u64 = 4 << 20;
+
+fn pss(instances: &[Instance]) -> u64 {
+    let pids = instances.iter().flat_map(Instance::pids);
+    pids.filter_map(|pid| procfs::memory(pid).ok()).map(|memory| memory.pss).sum()
+}
+
+/// Waits until the memory changes no more; returns it.
+fn settle(instances: &[Instance], rest: Rest) -> u64 {
+    let began = Instant::now();
+    let (mut last, mut at) = (pss(instances), None);
+    while began.elapsed() < SETTLE_MAX {
+        match at {
+            None if began.elapsed() > rest.first => break,
+            Some(at) if Instant::elapsed(&at) > rest.quiet => break,
+            _ => std::thread::sleep(Duration::from_millis(250)),
+        }
+        let now = pss(instances);
+        if now.abs_diff(last) > CHANGE {
+            (last, at) = (now, Some(Instant::now()));
+        }
+    }
+    pss(instances)
+}
+
+/// Attaches all processes that hold something; returns what is said about those that refuse.
+fn attach(daemon: &Daemon, instances: &[Instance]) -> Vec<String> {
+    let pids = instances
+        .iter()
+        .flat_map(Instance::pids)
+        .filter(|pid| procfs::memory(*pid).is_ok_and(|memory| memory.private > SMALL));
+    let answers = pids.map(|pid| daemon.attach(pid));
+    answers.filter_map(Result::err).map(|error| error.to_string()).collect()
+}
+
+/// The bytes that a dry run over all processes says could be shared.
+fn found(instances: &[Instance]) -> Result<u64, Failure> {
+    let pids = instances.iter().flat_map(Instance::pids).map(|pid| pid.to_string());
+    let text = process::output(Command::new(process::tool()?).args(["scan", "--json", "--one-domain"]).args(pids))?;
+    let scan: Value = serde_json::from_str(&text)?;
+    let bytes = |field: &str| scan["cost"][field].as_u64().ok_or_else(|| format!("scan says nothing of {field}"));
+    Ok(bytes("duplicate_bytes")? + bytes("zero_bytes")?)
+}
+
+/// What may say why less is saved than could be: sums over all clients.
+fn counters(status: &Value) -> Value {
+    let clients = || status["clients"].as_array().into_iter().flatten();
+    let sum = |field: &str| clients().filter_map(|client| client["stats"][field].as_u64()).sum::<u64>();
+    let mut not_merged = BTreeMap::<&str, u64>::new();
+    for (reason, pages) in clients().filter_map(|client| client["stats"]["not_merged"].as_object()).flatten() {
+        *not_merged.entry(reason).or_default() += pages.as_u64().unwrap_or(0);
+    }
+    let domains = || status["domains"].as_array().into_iter().flatten();
+    let left = domains().filter_map(|domain| domain["events"]["over_vma_budget_runs"].as_u64()).sum::<u64>();
+    json!({
+        "clients": clients().count(), "pages": sum("pages"), "pages_sharing": sum("pages_sharing"),
+        "pages_unshared": sum("pages_unshared"), "pages_volatile": sum("pages_volatile"), "mappings": sum("mappings"),
+        "over_vma_budget_runs": left, "not_merged": not_merged,
+    })
+}
+
+/// Programs that are not managed, and why.
+fn unmanaged(status: &Value) -> Vec<String> {
+    let processes = status["unmanaged_processes"].as_array().cloned().unwrap_or_default();
+    let text = |process: &Value, field: &str| process[field].as_str().unwrap_or_default().to_owned();
+    processes
+        .iter()
+        .map(|process| format!("{} is not managed: {}", text(process, "name"), text(process, "reason")))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_managed_is_told_with_its_reason() {
+        let status = json!({ "unmanaged_processes": [{ "pid": 7, "name": "sh", "reason": "it is stopped" }] });
+        assert_eq!(unmanaged(&status), ["sh is not managed: it is stopped"]);
+        assert_eq!(unmanaged(&json!({})), Vec::<String>::new());
+    }
+
+    #[test]
+    fn counters_are_sums_over_all_clients() {
+        let client =
+            |pages: u64, pinned: u64| json!({ "stats": { "pages": pages, "not_merged": { "pinned": pinned } } });
+        let status = json!({ "clients": [client(5, 1), client(7, 2)], "domains": [{ "events": { "over_vma_budget_runs": 3 } }] });
+        let counted = counters(&status);
+        assert_eq!(
+            (&counted["clients"], &counted["pages"], &counted["over_vma_budget_runs"]),
+            (&json!(2), &json!(12), &json!(3))
+        );
+        assert_eq!(counted["not_merged"], json!({ "pinned": 3 }));
+    }
+}
