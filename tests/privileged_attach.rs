@@ -322,6 +322,33 @@ fn static_programs_are_entered_under_run() {
     servers[2].check("check 1");
 }
 
+/// The preloaded agent stands aside beside musl, whose file has no name of its own where its loader is a link.
+#[test]
+fn programs_of_musl_are_entered_under_run() {
+    const SPECS: &str = "/usr/lib/x86_64-linux-musl/musl-gcc.specs";
+    let Some(_) = program() else { return };
+    if !Path::new(SPECS).exists() {
+        return skipped(&format!("{SPECS} is not installed"));
+    }
+    if let Err(errno) = pagefold_os::exec_events::ExecEvents::open() {
+        return skipped(&format!("the kernel tells no process events: {errno}"));
+    }
+    let Some(program) = c_program_with("attached", &["-specs", SPECS]) else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let start = || {
+        let mut command = Command::new(common::TOOL);
+        command.args(["run", "--manage", "all", "--socket"]).arg(&daemon.socket).arg("--");
+        Server::start_as("1", command, &program)
+    };
+    let mut servers = [start(), start()];
+    wait_for("both to share their area", 120, || {
+        servers.iter().all(|server| shared_pages(&daemon, server.pid()) >= PAGES * 9 / 10)
+    });
+    for server in &mut servers {
+        server.check("check 1");
+    }
+}
+
 /// The first child of a process.
 fn wait_for_child(pid: i32) -> i32 {
     let children = || fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();

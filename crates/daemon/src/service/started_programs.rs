@@ -106,11 +106,20 @@ fn wish_in(environment: &[u8], socket: &[u8]) -> Option<Wish> {
     Some(Wish { domain: String::from_utf8(domain.to_vec()).ok()?, manage })
 }
 
-/// True if the preloaded agent is there and works: it stands aside beside musl.
+/// True if the preloaded agent is there and works.
 fn has_preloaded_agent(pid: i32) -> bool {
     let maps = procfs::maps(pid).unwrap_or_default();
-    let has = |part: &str| maps.iter().any(|map| map.name.contains(part));
-    has(AGENT) && !has("/ld-musl-")
+    agent_works(&maps.iter().map(|map| map.name.as_str()).collect::<Vec<_>>())
+}
+
+/// True if a program with mappings of these files has the agent, and glibc: beside another C library the agent stands aside. Files
+/// of musl have no name of their own: where its loader is a link, the file may be called `libc.so`.
+fn agent_works(files: &[&str]) -> bool {
+    let is_glibc = |file: &&str| {
+        let name = file.rsplit('/').next().unwrap_or_default();
+        name.starts_with("libc.so.6") || name.starts_with("libc-2.")
+    };
+    files.iter().any(|file| file.contains(AGENT)) && files.iter().any(is_glibc)
 }
 
 /// True if the program has marked memory as mergeable.
@@ -123,6 +132,17 @@ fn has_marked_memory(pid: i32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_agent_works_beside_glibc_only() {
+        let agent = "/run/pagefold-agent-1.2.3-ab.so";
+        for glibc in ["/usr/lib/x86_64-linux-gnu/libc.so.6", "/lib/libc-2.31.so", "/lib/libc.so.6 (deleted)"] {
+            assert!(agent_works(&["/bin/cat", agent, glibc]) && !agent_works(&["/bin/cat", glibc]), "{glibc}");
+        }
+        for musl in ["/lib/ld-musl-x86_64.so.1", "/usr/lib/x86_64-linux-musl/libc.so"] {
+            assert!(!agent_works(&["/bin/cat", agent, musl]), "{musl}");
+        }
+    }
 
     #[test]
     fn a_wish_is_for_the_daemon_that_the_environment_names() {
