@@ -123,24 +123,26 @@ impl Row<'_> {
 
     fn json(&self, args: &Args) -> Value {
         let by = |way: Way| move |round: &[Measured]| saved_mib(round, way);
-        let ratio = |way: Way, of: fn(&[Measured]) -> Option<f64>| {
-            self.spread(move |round| Some(saved_mib(round, way)? / of(round).filter(|of| *of >= 1.0)?))
+        let against_ksm = |way: Way| self.spread(move |round| ratio(saved_mib(round, way), saved_mib(round, Way::Ksm)));
+        let of_found = |way: Way| {
+            self.spread(move |round| {
+                ratio(saved_mib(round, way), of(round, way)?.found_mib.or(nothing(round)?.found_mib))
+            })
         };
-        let ksm: fn(&[Measured]) -> Option<f64> = |round| saved_mib(round, Way::Ksm);
         let mut notes: Vec<&str> = self.measures().flat_map(|measured| &measured.notes).map(String::as_str).collect();
         notes.sort_unstable();
         notes.dedup();
         json!({
             "kind": self.kind.name, "mib_each": args.mib(), "own_orders": args.own_orders,
             "before_mib": self.spread(|round| Some(nothing(round)?.pss_mib)),
-            "found_mib": self.spread(found_mib),
-            "ksm_saved_mib": self.spread(ksm),
+            "found_mib": self.spread(|round| nothing(round)?.found_mib),
+            "ksm_saved_mib": self.spread(by(Way::Ksm)),
             "attach_saved_mib": self.spread(by(Way::Attach)),
             "run_saved_mib": self.spread(by(Way::Run)),
-            "attach_against_ksm": ratio(Way::Attach, ksm),
-            "run_against_ksm": ratio(Way::Run, ksm),
-            "attach_of_found": ratio(Way::Attach, found_mib),
-            "run_of_found": ratio(Way::Run, found_mib),
+            "attach_against_ksm": against_ksm(Way::Attach),
+            "run_against_ksm": against_ksm(Way::Run),
+            "ksm_of_found": of_found(Way::Ksm), "attach_of_found": of_found(Way::Attach),
+            "run_of_found": of_found(Way::Run),
             "attach_own_mib": self.spread(|round| Some(of(round, Way::Attach)?.own_mib)),
             "run_own_mib": self.spread(|round| Some(of(round, Way::Run)?.own_mib)),
             "attach_counters": self.counted(Way::Attach), "run_counters": self.counted(Way::Run),
@@ -167,9 +169,9 @@ fn nothing(round: &[Measured]) -> Option<&Measured> {
     of(round, Way::Nothing)
 }
 
-/// What a dry run finds, in MiB.
-fn found_mib(round: &[Measured]) -> Option<f64> {
-    nothing(round)?.found_mib
+/// A part of a whole that is no rounding error.
+fn ratio(part: Option<f64>, whole: Option<f64>) -> Option<f64> {
+    Some(part? / whole.filter(|whole| *whole >= 1.0)?)
 }
 
 /// Memory that is in use with nothing, less what is in use with this.
@@ -216,7 +218,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
     record::table(
         "coverage: memory of three instances with equal data, and what is saved of it (MiB)",
         "kind|before=before_mib:0|found=found_mib:0|KSM=ksm_saved_mib:0|attach=attach_saved_mib:0|run=run_saved_mib:0|\
-         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|attach/found=attach_of_found:2|run/found=run_of_found:2|right",
+         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|KSM/found=ksm_of_found:2|attach/found=attach_of_found:2|run/found=run_of_found:2|right",
         rows,
     );
     match wrong.is_empty() {
@@ -240,7 +242,8 @@ mod tests {
             vec![
                 measured(Way::Nothing, 200.0, Some(125.0)),
                 measured(Way::Ksm, 100.0, None),
-                measured(Way::Attach, attach, None),
+                measured(Way::Attach, attach, Some(150.0)),
+                measured(Way::Run, 100.0, None),
             ]
         };
         let mut row = Row { kind: &kinds::ALL[0], rounds: vec![round(80.0), round(75.0), round(90.0)] };
@@ -248,8 +251,12 @@ mod tests {
         let median = |field: &str| json[field]["median"].as_f64();
         assert_eq!((median("before_mib"), median("found_mib")), (Some(200.0), Some(125.0)));
         assert_eq!((median("ksm_saved_mib"), median("attach_saved_mib")), (Some(100.0), Some(120.0)));
-        assert_eq!((median("attach_against_ksm"), median("attach_of_found")), (Some(1.2), Some(0.96)));
-        assert_eq!((median("run_saved_mib"), median("run_against_ksm")), (None, None));
+        assert_eq!((median("attach_against_ksm"), median("attach_of_found")), (Some(1.2), Some(0.8)));
+        assert_eq!(
+            (median("run_of_found"), median("ksm_of_found")),
+            (Some(0.8), Some(0.8)),
+            "by the instances with nothing"
+        );
         assert_eq!((&json["right"], &json["notes"]), (&json!(true), &json!(["a note"])));
         row.rounds[1][2].is_right = false;
         assert_eq!(row.json(&args)["right"], json!(false), "one wrong byte in any round");

@@ -31,7 +31,8 @@ pub struct Measured {
     pub way: Way,
     /// The sum of Pss of all processes of all instances, once it changes no more.
     pub pss_mib: f64,
-    /// What a dry run finds; only with nothing.
+    /// What a dry run finds in these instances before anything is merged; none where they are merged from the start. Where blocks
+    /// lie in pages by chance, other instances of the same kind have more or less.
     pub found_mib: Option<f64>,
     /// Memory of the daemon.
     pub own_mib: f64,
@@ -117,6 +118,7 @@ impl Way {
         };
         let mut instances = files.iter().enumerate().map(start).collect::<Result<Vec<_>, _>>()?;
         instances.iter().try_for_each(Instance::ready)?;
+        let found = if self == Way::Run { None } else { Some(found(&instances)?) };
         let mut notes = Vec::new();
         match (self, &engine) {
             (Way::Ksm, _) => ksm::write("run", 1)?,
@@ -124,7 +126,6 @@ impl Way {
             _ => {}
         }
         let pss = settle(&instances, if self == Way::Nothing { Rest::ALONE } else { rest });
-        let found = if self == Way::Nothing { Some(found(&instances)?) } else { None };
         let (mut own_bytes, mut counted) = (0, None);
         if let Engine::Ours(daemon) = &engine {
             let status = daemon.status()?;
@@ -233,7 +234,7 @@ fn counters(status: &Value) -> Value {
     let domains = || status["domains"].as_array().into_iter().flatten();
     let left = domains().filter_map(|domain| domain["events"]["over_vma_budget_runs"].as_u64()).sum::<u64>();
     json!({
-        "clients": clients().count(), "pages": sum("pages"), "pages_sharing": sum("pages_sharing"),
+        "clients": clients().count(), "pages": sum("pages"), "pages_sharing": sum("pages_sharing"), "pages_huge": sum("pages_huge"),
         "pages_unshared": sum("pages_unshared"), "pages_volatile": sum("pages_volatile"), "mappings": sum("mappings"),
         "over_vma_budget_runs": left, "not_merged": not_merged,
     })
