@@ -55,12 +55,17 @@ impl Section {
 const SHARED: &[&str] = &["socket"];
 
 const SECTIONS: &[Section] = &[
-    Section { name: "daemon", command: &["daemon"], not_keys: &["replace", "park_idle", "park_within"], renamed: &[] },
+    Section {
+        name: "daemon",
+        command: &["daemon"],
+        not_keys: &["replace", "park_idle", "park_within", "reserve"],
+        renamed: &[],
+    },
     Section {
         name: "park",
         command: &["daemon"],
         not_keys: &[],
-        renamed: &[("idle", "park_idle"), ("within", "park_within")],
+        renamed: &[("idle", "park_idle"), ("within", "park_within"), ("reserve", "reserve")],
     },
     Section { name: "run", command: &["run"], not_keys: &[], renamed: &[] },
     // A mount in the background is a second call of the same command, in the foreground.
@@ -623,7 +628,7 @@ mod tests {
             ("[daemon]\n\n\nscan_interval = \"1ms\"", "f:4: daemon.scan_interval: `1ms`: "),
             ("[daemon]\nmetrics = \"0.0.0.0:9199\"", "f:2: daemon.metrics: `0.0.0.0:9199`: "),
             ("[daemon]\nrefault_budget = 99", "f:2: daemon.refault_budget: `99`: "),
-            ("[park]\npark_idle = \"5m\"", "f:2: park.park_idle: unknown key; [park] has idle, within"),
+            ("[park]\npark_idle = \"5m\"", "f:2: park.park_idle: unknown key; [park] has idle, reserve, within"),
             ("[daemon]\npark_idle = \"5m\"", "f:2: daemon.park_idle: unknown key"),
             ("[park]\nidle = \"0s\"", "f:2: park.idle: `0s`: takes at least 1000ms, or never"),
             ("[park]\nwithin = \"soon\"", "f:2: park.within: `soon`: `soon` is no time"),

@@ -99,6 +99,41 @@ fn a_touch_ends_a_parking_and_a_killed_daemon_loses_nothing_of_it() {
     assert_eq!(host.number(pid, "pages_lost"), 0);
 }
 
+/// A program that reads the same scattered pages each time that it wakes, all but the first a moment later: a reply that is
+/// computed. The second time the pages are there before it asks.
+#[test]
+fn what_a_program_touches_when_it_wakes_comes_before_it_asks_the_next_time() {
+    let Some(python) = common::python().filter(|_| can_merge()) else { return };
+    let script = "
+import sys, mmap, time
+pages = 16384
+area = mmap.mmap(-1, pages * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def stamp(i): return (i * 2654435761).to_bytes(8, 'little') * 8
+for i in range(pages): area[i * 4096:i * 4096 + 64] = stamp(i)
+wanted = [(i * 7919) % pages for i in range(600)]
+print('ready', flush=True)
+for line in sys.stdin:
+    for n, i in enumerate(wanted):
+        if area[i * 4096:i * 4096 + 64] != stamp(i): sys.exit(f'page {i} is wrong')
+        if n == 0: time.sleep(0.4)
+    print('right', flush=True)
+";
+    let host = host("2s", "500ms");
+    let mut command = host.run(&[]);
+    command.arg(python).args(["-c", script]);
+    let mut client = Served::start_of(command);
+    let pid = client.pid();
+    host.wait_for_client(pid);
+    let refaults = [(); 2].map(|()| {
+        wait_until_parked(&host, pid);
+        let before = host.number(pid, "refaults");
+        client.does("reply");
+        host.number(pid, "refaults") - before
+    });
+    assert!(refaults[0] > 200 && refaults[1] < refaults[0] / 4, "faults of the first and second waking: {refaults:?}");
+    assert_eq!(host.number(pid, "pages_lost"), 0);
+}
+
 /// A control group of version 2 that can be frozen; removed in the end.
 struct Freezer(PathBuf);
 
@@ -132,20 +167,24 @@ fn a_frozen_or_stopped_program_keeps_its_agent() {
     let Some(freezer) = Freezer::new() else {
         return skipped("no control group of version 2 can be made here");
     };
-    let host = host("1s", "1s");
+    let host = Host::start(&["--cold-policy=manual", "--park-idle=4s", "--park-within=1s"]);
     let mut clients = [(); 2].map(|()| Served::start(&host, &[], MIB));
     let [frozen, stopped] = [clients[0].pid(), clients[1].pid()];
+    // The evictor has asked both agents, and asks them again after the five seconds of its scans: none is frozen with a request
+    // in its hands.
+    std::thread::sleep(Duration::from_millis(1500));
     freezer.put("cgroup.procs", &frozen.to_string());
     freezer.put("cgroup.freeze", "1");
     // SAFETY: a process that this test started.
     unsafe { libc::kill(stopped, libc::SIGSTOP) };
+    wait_for("the program to stop", 10, || pagefold_os::procfs::is_stopped(stopped));
     let began = Instant::now();
     host.tool(&["park", "--all"]);
     assert!(began.elapsed() < Duration::from_secs(8), "park waited for an agent that cannot answer");
     // A client that runs is served meanwhile.
     let other = Served::start(&host, &[], MIB);
     wait_until_parked(&host, other.pid());
-    std::thread::sleep(Duration::from_secs(12).saturating_sub(began.elapsed()));
+    std::thread::sleep(Duration::from_secs(17).saturating_sub(began.elapsed()));
     for pid in [frozen, stopped] {
         let client = host.cold(pid).expect("a client");
         assert!(client["connected"] == true && client["pages_out"] == 0, "{client}");

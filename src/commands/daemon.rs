@@ -91,6 +91,9 @@ pub struct Args {
     /// Spread the parking of a client over this time, no longer than --park-idle; `auto`: 10s, or --park-idle if that is shorter
     #[arg(long, value_name = "TIME", default_value = "auto", value_parser = park_within)]
     park_within: Setting<Duration>,
+    /// Memory of the host to keep available: below it pools do not grow, and --park-idle is an eighth; `none`: no reserve
+    #[arg(long, value_name = "SIZE", default_value = "none", value_parser = reserve)]
+    reserve: Setting<u64>,
     /// Let processors enter deep idle states during faults: slower faults, less power
     #[arg(long)]
     allow_idle_states: bool,
@@ -179,6 +182,14 @@ fn park_within(text: &str) -> Result<Setting<Duration>, String> {
     unless("auto", text, |text| args::no_shorter(10, text))
 }
 
+fn reserve(text: &str) -> Result<Setting<u64>, String> {
+    let (_, total) = procfs::available_and_total();
+    unless("none", text, |text| match args::at_least(1 << 20, text)? {
+        size if size > total => Err(format!("is more than this machine's memory, {}", units::show_size(total))),
+        size => Ok(size),
+    })
+}
+
 /// The policy that parks idle clients; `None` if there is none.
 fn park_policy(idle: Option<Duration>, within: Option<Duration>) -> Result<Option<cold::ParkPolicy>, String> {
     match (idle, within) {
@@ -255,6 +266,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         workers: args.workers.0.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get().min(8))),
         period: args.scan_interval,
         pool_max_bytes: args.pool_max.0.unwrap_or(total / 2),
+        reserve_bytes: args.reserve.0.unwrap_or(0),
         vma_budget: args.vma_budget.0.unwrap_or_else(|| (procfs::mappings_max() / 4).min(VMA_BUDGET_MAX)),
         idle_priority: args.priority == Priority::Idle,
         idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
@@ -273,6 +285,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             tick: args.cold_scan_interval,
             idle_min: args.cold_idle,
             park,
+            reserve_bytes: args.reserve.0.unwrap_or(0),
             automatic: args.cold_policy == ColdPolicy::Auto,
             keeper: (!args.no_keeper).then(|| vec![program, "keeper".into()]),
             successor: successor.clone(),
@@ -360,7 +373,7 @@ fn more_metrics(out: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use super::{park_idle, park_policy, park_within, service_of};
+    use super::{park_idle, park_policy, park_within, reserve, service_of};
     use std::time::Duration;
 
     #[test]
@@ -378,6 +391,8 @@ mod tests {
             let wrong = park_idle(nonsense).unwrap_err();
             assert!(wrong.ends_with(", or never") && wrong.lines().count() == 1, "{nonsense}: {wrong}");
         }
+        assert!(reserve("0").is_err() && reserve("2 TB or so").is_err() && reserve("none").is_ok());
+        assert!(reserve("7EiB").unwrap_err().starts_with("is more than this machine's memory, "));
         assert!(park_within("0").is_err() && park_within("9ms").is_err() && park_within("10ms").is_ok());
     }
 

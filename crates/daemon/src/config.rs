@@ -24,6 +24,8 @@ pub struct Config {
     pub period: Duration,
     /// Largest size of each domain's pool, in bytes.
     pub pool_max_bytes: u64,
+    /// Memory of the host that pools leave available when they grow, in bytes; 0 for none.
+    pub reserve_bytes: u64,
     /// Mappings that merging may add to one client.
     pub vma_budget: u64,
     /// Workers run only on processors that no other thread wants.
@@ -57,6 +59,7 @@ impl Default for Config {
             workers: 1,
             period: Duration::from_secs(2),
             pool_max_bytes: 1 << 30,
+            reserve_bytes: 0,
             vma_budget: 1 << 14,
             idle_priority: false,
             idle_exit: None,

@@ -204,6 +204,12 @@ impl MemoryLimits {
         self.tightest().is_none_or(|usage| bytes <= usage.free())
     }
 
+    /// As [`has`](Self::has), and true only if the host keeps `reserve` bytes available besides.
+    pub fn has_beside(&self, bytes: u64, reserve: u64) -> bool {
+        let keeps = reserve == 0 || (self.host)().0 >= reserve.saturating_add(bytes);
+        keeps && self.has(bytes)
+    }
+
     /// Bytes that fill no limit of a control group but of those that `other` is in as well: what is put out of there makes room there.
     pub fn free_apart(&self, other: &MemoryLimits) -> u64 {
         self.follow();
@@ -354,6 +360,17 @@ pub(crate) mod tests {
         let room = limited(dir.path(), 900, 1000);
         assert!(room.has(65 << 20) && !room.has(66 << 20));
         assert!(at(Vec::new()).has(u64::MAX / 2));
+    }
+
+    #[test]
+    fn the_hosts_reserve_is_kept() {
+        let mut room = at(Vec::new());
+        room.host = || (10 << 20, 64 << 20);
+        let has = |bytes: u64, reserve: u64| room.has_beside(bytes << 20, reserve << 20);
+        assert_eq!([has(8, 2), has(8, 3), has(64, 0)], [true, false, true]);
+        assert!(!room.has_beside(1, u64::MAX));
+        let dir = tempfile::tempdir().expect("a directory");
+        assert!(!limited(dir.path(), 964, 1000).has_beside(8 << 20, 0), "limits of control groups count too");
     }
 
     #[test]

@@ -95,12 +95,13 @@ impl LiveClients {
         if domains.len() >= DOMAINS_MAX {
             return Err(io::Error::other(format!("there are {DOMAINS_MAX} already")));
         }
+        let reserve = self.config.reserve_bytes;
         let domain = Arc::new(Domain::new(domain::Config {
             name: key.1.clone(),
             user: Some(key.0),
             period_ns: self.config.period.as_nanos() as u64,
             pool_max_bytes: self.config.pool_max_bytes,
-            room: pagefold_pool::Room::new(|bytes| memory_limits::own().has(bytes)),
+            room: pagefold_pool::Room::new(move |bytes| memory_limits::own().has_beside(bytes, reserve)),
             vma_budget: self.config.vma_budget,
             predict: self.config.predict,
             ..domain::Config::default()

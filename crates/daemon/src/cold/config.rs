@@ -22,6 +22,8 @@ pub struct Config {
     pub idle_min: Duration,
     /// Parks idle clients without a request; `None` for no such policy.
     pub park: Option<ParkPolicy>,
+    /// While less of the host's memory is available, idle clients are parked sooner; 0 for no reserve.
+    pub reserve_bytes: u64,
     /// Pages go out by themselves; else only by `park`, hints and shortage.
     pub automatic: bool,
     /// Near pages are kept as patches.
@@ -48,6 +50,7 @@ impl Default for Config {
             tick: Duration::from_secs(5),
             idle_min: Duration::from_secs(10),
             park: None,
+            reserve_bytes: 0,
             automatic: true,
             patches: true,
             park_densely: true,

@@ -1,7 +1,7 @@
 //! The threads of a group: one for each client, the prefetcher, the evictor, the cleaner and the parker.
 
 use super::client::{CLUSTER_PAGES, Client};
-use super::evict::evictor;
+use super::evict::{self, evictor};
 use super::group::Group;
 use super::groups::Groups;
 use super::idle::parker::{self, Parker};
@@ -41,6 +41,12 @@ pub(crate) fn start_client(group: &Arc<Group>, client: &Arc<Client>) -> io::Resu
     let name = format!("cold-{}", client.pid);
     let (group, client) = (group.clone(), client.clone());
     thread::Builder::new().name(name).stack_size(LOADING_STACK_BYTES).spawn(move || client.run(&group)).map(drop)
+}
+
+/// Brings back, beside the client's own thread, the pages that its last wakings touched.
+pub(crate) fn start_waking(group: &Arc<Group>, client: &Arc<Client>, pages: Vec<u64>) {
+    let (group, client) = (group.clone(), client.clone());
+    start("cold-wake".into(), LOADING_STACK_BYTES, move || evict::park::bring_ahead(&group, &client, &pages));
 }
 
 /// Starts the prefetcher, which ends when the group is dropped.

@@ -8,6 +8,7 @@ use super::{Client, FAULT_BUCKETS, Served};
 use crate::clients::connection::Connection;
 use crate::cold::fault_affinity::FaultAffinity;
 use crate::cold::group::Group;
+use crate::cold::threads;
 use pagefold_os::sync::lock;
 use pagefold_os::{fd, sched};
 use pagefold_tier::Tier;
@@ -91,6 +92,9 @@ impl Client {
             let wants_room = self.limits.is_short() || self.lacks_memory.load(Ordering::Relaxed);
             if wants_room && !self.rang_evictor.swap(true, Ordering::AcqRel) {
                 group.ring();
+            }
+            if let Some(pages) = self.wakings.take_due() {
+                threads::start_waking(group, self, pages);
             }
             if sum == 0 {
                 // The client keeps the owner lock, or has no memory: it bears the delay itself.

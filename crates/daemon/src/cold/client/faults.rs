@@ -147,6 +147,7 @@ impl Client {
             _ => want,
         };
         let first = page / want * want;
+        self.wakings.note_fault(first..first + want, fault.since_ns);
         // The page itself first: the faulting thread goes on while its neighbours come.
         if let Err(error) = tier.load(self.client_id, page, &mut service.cluster[0]) {
             return self.lose(tier, addr, &error);

@@ -29,6 +29,7 @@ use crate::clients::connection::Connection;
 use crate::cold::agent_connection::AgentConnection;
 use crate::cold::handover::pending_children::PendingChildren;
 use crate::cold::idle::policy::Idleness;
+use crate::cold::idle::waking::Wakings;
 use crate::cold::prefetcher::Prefetcher;
 use crate::memory_limits::MemoryLimits;
 use ages::EvictionState;
@@ -155,6 +156,8 @@ pub(crate) struct Client {
     pub eviction: Mutex<EvictionState>,
     /// What the park policy knows of it.
     pub idleness: Mutex<Idleness>,
+    /// What it touches first when it wakes.
+    pub wakings: Wakings,
     pub limits: MemoryLimits,
     /// Counts requests to drop pages, before each: a page that was loaded earlier may be stale.
     pub leaving: AtomicU64,
@@ -252,6 +255,7 @@ impl Client {
             moved_at_once: AtomicBool::new(false),
             eviction: Mutex::default(),
             idleness: Mutex::default(),
+            wakings: Wakings::default(),
             limits: MemoryLimits::of(pid),
             leaving: AtomicU64::new(0),
             prefetcher,

@@ -112,6 +112,15 @@ impl Parts {
     }
 }
 
+/// Brings back those of `pages` that are out, as far as there is room for them, unless the daemon stops.
+pub(crate) fn bring_ahead(group: &Group, client: &Client, pages: &[u64]) {
+    // Nothing goes out meanwhile.
+    let held = lock(&client.link);
+    if held.is_some() && !group.is_closing() {
+        bring_back(group, client, pages);
+    }
+}
+
 /// Brings everything of a client back that there is room for, the pages touched last time first, and lets one go that is
 /// merged live as well if that is all; returns the pages that came.
 pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {

@@ -9,8 +9,8 @@ use crate::cold::client::Client;
 use crate::cold::evict::batch::Run;
 use crate::cold::evict::park;
 use crate::cold::group::Group;
-use pagefold_os::sched;
 use pagefold_os::sync::lock;
+use pagefold_os::{procfs, sched};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -61,14 +61,17 @@ impl Parker {
 
     fn look(&mut self, group: &Group, now: Duration) {
         let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
+        let idle = self.policy.idle_time(procfs::available_and_total().0, group.config.reserve_bytes);
         for client in clients {
             // A client that is merged live as well is parked and unparked by request only.
             if client.leased.load(Ordering::Relaxed) {
                 continue;
             }
             let Some(sample) = signals::sample(&client) else { continue };
-            let decision = lock(&client.idleness).step(now, sample, self.policy.idle, group.config.tick);
+            let decision = lock(&client.idleness).step(now, sample, idle, group.config.tick);
             match decision {
+                // Also one that was parked by request.
+                Decision::Nothing if sample.parked => client.wakings.sleep(nanoseconds(now)),
                 Decision::Nothing => {}
                 Decision::Woke => client.set_parked(false),
                 Decision::Park => {
@@ -108,6 +111,7 @@ impl Parker {
         }
         if job.parts.is_empty() {
             client.set_parked(true);
+            client.wakings.sleep(nanoseconds(now));
             if group.config.park_densely {
                 group.densify();
             }
@@ -115,6 +119,10 @@ impl Parker {
         }
         false
     }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// The time since the host started, without the time in which it slept.

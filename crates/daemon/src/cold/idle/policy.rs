@@ -21,7 +21,15 @@ pub struct ParkPolicy {
     pub within: Duration,
 }
 
+/// Part of the idle time after which a client is parked while the host has less memory than its reserve.
+const HURRY: u32 = 8;
+
 impl ParkPolicy {
+    /// The idle time, on a host that has `available` of its memory left and shall keep `reserve`.
+    pub(crate) fn idle_time(&self, available: u64, reserve: u64) -> Duration {
+        if available < reserve { self.idle / HURRY } else { self.idle }
+    }
+
     /// The pause between two looks at a client.
     pub(crate) fn look_interval(&self) -> Duration {
         (self.idle / 16).clamp(LOOKS[0], LOOKS[1])
@@ -319,6 +327,14 @@ mod tests {
         idleness.step(s(9), last, IDLE, SCAN);
         assert_eq!(idleness.step(s(3), Sample::default(), IDLE, SCAN), Decision::Nothing);
         assert_eq!(idleness.activity(), Activity::Idle);
+    }
+
+    #[test]
+    fn a_host_below_its_reserve_parks_sooner() {
+        let policy = ParkPolicy { idle: s(80), within: s(10) };
+        let idle = |available| policy.idle_time(available, 2 << 30);
+        assert_eq!([idle(0), idle((2 << 30) - 1), idle(2 << 30), idle(u64::MAX)], [s(10), s(10), s(80), s(80)]);
+        assert_eq!(policy.idle_time(0, 0), s(80), "there is no reserve");
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub(crate) fn is_suspended(pid: i32) -> bool {
             .is_ok_and(|groups| is_frozen(&groups, Path::new("/sys/fs/cgroup")))
 }
 
-/// True if a control group of those that /proc/PID/cgroup names is frozen; all are mounted at `root`.
+/// True if a control group of those that /proc/PID/cgroup names is frozen, or is about to be; all are mounted at `root`.
 fn is_frozen(groups: &str, root: &Path) -> bool {
     groups.lines().any(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -40,8 +40,13 @@ fn is_frozen(groups: &str, root: &Path) -> bool {
         let path = path.trim_matches('/');
         let text = |mount: &str, file: &str| std::fs::read_to_string(root.join(mount).join(path).join(file));
         if controllers.is_empty() {
-            let events = text("", "cgroup.events").or_else(|_| text("unified", "cgroup.events"));
-            events.is_ok_and(|events| events.lines().any(|event| event == "frozen 1"))
+            // The request stands in the group that was frozen, which may be one above, and comes before the effect: the agent may
+            // be frozen in the middle of its work.
+            let mounts = [root.join("unified"), root.to_owned()];
+            mounts.iter().any(|mount| {
+                let groups = Path::new(path).ancestors().map(|group| mount.join(group).join("cgroup.freeze"));
+                groups.map(std::fs::read_to_string).any(|freeze| freeze.is_ok_and(|freeze| freeze.trim() == "1"))
+            })
         } else {
             controllers.split(',').any(|name| name == "freezer")
                 && text("freezer", "freezer.state").is_ok_and(|state| state.trim() != "THAWED")
@@ -61,14 +66,16 @@ mod tests {
             std::fs::create_dir_all(path.parent().expect("a parent")).expect("a directory");
             std::fs::write(path, text).expect("a file");
         };
-        put("two/cgroup.events", "populated 1\nfrozen 1\n");
-        put("thawed/cgroup.events", "populated 1\nfrozen 0\n");
-        put("unified/mixed/cgroup.events", "populated 1\nfrozen 1\n");
+        put("two/cgroup.freeze", "1\n");
+        put("two/below/cgroup.freeze", "0\n");
+        put("thawed/cgroup.freeze", "0\n");
+        put("unified/mixed/cgroup.freeze", "1\n");
         put("freezer/one/freezer.state", "FROZEN\n");
         put("freezer/soon/freezer.state", "FREEZING\n");
         put("freezer/thawed/freezer.state", "THAWED\n");
         for (groups, frozen) in [
             ("0::/two\n", true),
+            ("0::/two/below\n", true),
             ("0::/mixed\n", true),
             ("9:freezer:/one\n0::/thawed\n", true),
             ("9:cpu,freezer:/soon\n", true),
