@@ -5,6 +5,7 @@
 
 mod coverage;
 mod disk;
+mod figures;
 mod files;
 mod full;
 mod group;
@@ -179,7 +180,8 @@ fn help() -> String {
     format!(
         "usage: pagefold-bench NAME [--quick|--full] [--json] [--record DIR] [options]\n\
          {names}\
-         NAME may also be llds (index and kv) or all. NAME --help lists the options of one benchmark.\n\
+         NAME may also be llds (index and kv), all, or figures, which measures nothing: it draws docs/benchmarks.md and\n\
+         README's table from the newest records in bench/record. NAME --help lists the options of one benchmark.\n\
          --quick ends in seconds. --full takes every published figure: all of them take two hours at most.\n\
          --json prints JSON. --record DIR writes the rows there with machine, kernel, versions and commit."
     )
@@ -204,6 +206,9 @@ fn main() -> ExitCode {
     if asks_help(&name) || (chosen.len() > 1 && args.iter().any(|arg| asks_help(arg))) {
         println!("{}", help());
         return ExitCode::SUCCESS;
+    }
+    if name == "figures" {
+        return figures::run();
     }
     if chosen.is_empty() {
         return usage_error(&format!("pagefold-bench: no benchmark is called {name}"));

@@ -228,15 +228,17 @@ fn take(rest: &mut &str, of: &str) -> Option<char> {
     Some(first)
 }
 
+/// Whether a row has these fields; of a list any value fits.
+pub fn fits(row: &Value, wanted: &BTreeMap<String, Value>) -> bool {
+    wanted.iter().all(|(field, value)| match value {
+        Value::Array(any) => any.iter().any(|value| same(&row[field], value)),
+        value => same(&row[field], value),
+    })
+}
+
 /// Value, least and most of a cell, from the last row that has it.
 fn look(rows: &[Value], wanted: &BTreeMap<String, Value>, at: &str) -> [Option<f64>; 3] {
-    let fits = |row: &&Value| {
-        wanted.iter().all(|(field, value)| match value {
-            Value::Array(any) => any.iter().any(|value| same(&row[field], value)),
-            value => same(&row[field], value),
-        })
-    };
-    rows.iter().rev().filter(fits).find_map(|row| row.pointer(at)).map_or([None; 3], spread)
+    rows.iter().rev().filter(|row| fits(row, wanted)).find_map(|row| row.pointer(at)).map_or([None; 3], spread)
 }
 
 fn same(a: &Value, b: &Value) -> bool {
@@ -244,7 +246,7 @@ fn same(a: &Value, b: &Value) -> bool {
 }
 
 /// A number, the median and the extremes of a list, or what `{median, low, high}` says.
-fn spread(value: &Value) -> [Option<f64>; 3] {
+pub fn spread(value: &Value) -> [Option<f64>; 3] {
     match value {
         Value::Array(rounds) => {
             let spread = Spread::of(rounds.iter().filter_map(Value::as_f64));

@@ -51,7 +51,8 @@ impl Column {
         }
     }
 
-    fn cell(&self, row: &Value) -> String {
+    /// Its cell in a row.
+    pub fn cell(&self, row: &Value) -> String {
         match row.pointer(&self.at) {
             Some(Value::String(text)) => text.clone(),
             Some(Value::Bool(is)) => if *is { "yes" } else { "no" }.into(),
@@ -88,9 +89,14 @@ pub fn counted(count: u64, thing: &str) -> String {
     format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
 }
 
+/// The columns that a line of text names.
+pub fn columns(text: &str) -> Vec<Column> {
+    text.split('|').map(Column::parse).collect()
+}
+
 /// Prints rows as a table under a title, to standard output, or to standard error where JSON goes there; nothing without rows.
 pub fn print(title: &str, columns: &str, rows: &[Value]) {
-    print_columns(title, &columns.split('|').map(Column::parse).collect::<Vec<_>>(), rows);
+    print_columns(title, &self::columns(columns), rows);
 }
 
 /// As [`print()`], with columns that are only known at run time.

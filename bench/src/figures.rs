@@ -1,0 +1,485 @@
+//! Draws the page of figures and README's table from the newest records of each machine.
+//!
+//! `bench/figures.toml` names the parts, the figures and where their values stand; see there.
+
+use crate::published::{self, Better, Line, Side};
+use crate::stats::Spread;
+use crate::table::{self, digits};
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+use std::process::ExitCode;
+
+/// The page that is drawn as a whole.
+const PAGE: &str = "docs/benchmarks.md";
+/// The page that gets a table between two marks.
+const README: &str = "README.md";
+const MARKS: [&str; 2] = ["<!-- figures: drawn by `pagefold bench figures` -->\n", "<!-- end of figures -->"];
+
+/// What the page shows.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Page {
+    intro: String,
+    part: Vec<Part>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Part {
+    title: String,
+    /// The definition whose published rows stand below the table.
+    source: Option<String>,
+    text: String,
+    #[serde(default)]
+    figure: Vec<Figure>,
+    listing: Option<Listing>,
+}
+
+/// A row of a table, on each machine that has measured it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Figure {
+    what: String,
+    bench: String,
+    better: Better,
+    ours: BTreeMap<String, Value>,
+    peer: Option<BTreeMap<String, Value>>,
+    at: String,
+    scale: Option<f64>,
+    /// What README calls it, if it is there too.
+    readme: Option<String>,
+}
+
+/// A table of all rows of a bench, the newest of each key.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Listing {
+    bench: String,
+    key: String,
+    columns: String,
+}
+
+/// A file in `bench/record`.
+struct Record {
+    machine: String,
+    /// Date, bench and tag.
+    name: String,
+    rows: Vec<Value>,
+    command: String,
+    circumstances: Value,
+}
+
+impl Record {
+    fn date(&self) -> &str {
+        self.circumstances["date"].as_str().unwrap_or_default()
+    }
+
+    fn is_of(&self, bench: &str) -> bool {
+        let rest = self.name.get(11..).and_then(|rest| rest.strip_prefix(bench));
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+    }
+}
+
+/// A figure as one machine has it.
+struct Measured<'a> {
+    record: &'a Record,
+    ours: Spread,
+    peer: Option<Spread>,
+}
+
+impl Measured<'_> {
+    fn gain(&self, better: Better) -> Option<f64> {
+        let (ours, peer) = (self.ours.median, self.peer?.median);
+        let gain = if better == Better::More { ours / peer } else { peer / ours };
+        // As the page shows it, so that the verdict follows from the cell.
+        Some((gain * 100.0).round() / 100.0)
+    }
+}
+
+/// The command of a record; what `--json` printed has its words apart.
+fn command(json: &Value) -> String {
+    if let Some(command) = json["command"].as_str() {
+        return command.to_owned();
+    }
+    let words = json["arguments"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let words: Vec<&str> = words.filter(|word| *word != "--json").collect();
+    format!("pagefold bench {} {}", json["bench"].as_str().unwrap_or_default(), words.join(" "))
+}
+
+/// All records below `root`, the newest of each machine first.
+fn records(root: &Path) -> Result<Vec<Record>, String> {
+    let at = root.join("bench/record");
+    let list = |dir: &Path| -> Result<Vec<_>, String> {
+        let entries = fs::read_dir(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
+        Ok(entries.flatten().map(|entry| entry.path()).collect())
+    };
+    let name = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let mut records = Vec::new();
+    for dir in list(&at)?.into_iter().filter(|path| path.is_dir()) {
+        for path in list(&dir)?.into_iter().filter(|path| path.extension().is_some_and(|end| end == "json")) {
+            let text = fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+            let json: Value = serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?;
+            records.push(Record {
+                // A kernel's version has dots, so a machine's name is not cut at one.
+                machine: dir.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+                name: name(&path),
+                rows: json["rows"].as_array().cloned().unwrap_or_default(),
+                command: command(&json),
+                circumstances: json["circumstances"].clone(),
+            });
+        }
+    }
+    let age =
+        |record: &Record| (record.name.get(..10).map(str::to_owned), record.date().to_owned(), record.name.clone());
+    records.sort_by_key(|record| std::cmp::Reverse(age(record)));
+    Ok(records)
+}
+
+/// The value of a cell over all rows that fit: of one row its own rounds, of several the rows are the rounds.
+fn value(rows: &[Value], wanted: &BTreeMap<String, Value>, at: &str, scale: f64) -> Option<Spread> {
+    let spread = |value: &Value| -> Option<Spread> {
+        let [median, low, high] = published::spread(value);
+        let median = median?;
+        Some(Spread { median, low: low.unwrap_or(median), high: high.unwrap_or(median) })
+    };
+    let fitting = rows.iter().filter(|row| published::fits(row, wanted));
+    let found: Vec<Spread> = fitting.filter_map(|row| spread(row.pointer(at)?)).collect();
+    let spread = match found.as_slice() {
+        [] => return None,
+        [one] => *one,
+        rounds => Spread::of(rounds.iter().map(|round| round.median)),
+    };
+    Some(Spread { median: spread.median * scale, low: spread.low * scale, high: spread.high * scale })
+}
+
+impl Figure {
+    /// The figure from the newest record of a machine that has both sides.
+    fn measured<'a>(&self, records: &'a [Record], machine: &str) -> Option<Measured<'a>> {
+        let scale = self.scale.unwrap_or(1.0);
+        let of = |record: &&Record| record.machine == machine && record.is_of(&self.bench);
+        records.iter().filter(of).find_map(|record| {
+            let ours = value(&record.rows, &self.ours, &self.at, scale)?;
+            let peer = match &self.peer {
+                Some(wanted) => Some(value(&record.rows, wanted, &self.at, scale)?),
+                None => None,
+            };
+            Some(Measured { record, ours, peer })
+        })
+    }
+}
+
+/// `1,234`, `12.3`: a number as a reader takes it.
+fn number(value: f64) -> String {
+    let text = digits(value);
+    if value.abs() < 1000.0 {
+        return text;
+    }
+    let mut grouped = String::new();
+    for (index, digit) in text.chars().enumerate() {
+        if index > 0 && (text.len() - index).is_multiple_of(3) {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    grouped
+}
+
+fn cell(spread: Spread) -> String {
+    let median = number(spread.median);
+    let (low, high) = (number(spread.low), number(spread.high));
+    if low == high { median } else { format!("{median} ({low}–{high})") }
+}
+
+/// What a gain means.
+fn verdict(gain: f64) -> &'static str {
+    match gain {
+        gain if gain < 0.95 => "**loses**",
+        gain if gain <= 1.05 => "even",
+        _ => "wins",
+    }
+}
+
+/// `EPYC`: the word of a machine's name that tells it from the others.
+fn short(machine: &str) -> String {
+    let word = machine.split('-').nth(1).unwrap_or(machine);
+    if word == "epyc" {
+        return word.to_uppercase();
+    }
+    word[..1].to_uppercase() + &word[1..]
+}
+
+fn machines(records: &[Record]) -> Vec<String> {
+    let mut names: Vec<String> = records.iter().map(|record| record.machine.clone()).collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+fn draw_figures(text: &mut String, part: &Part, records: &[Record]) -> Result<(), String> {
+    let mut commands = Vec::new();
+    text.push_str("\n|figure|machine|pagefold|peer|gain|verdict|record|\n|---|---|---|---|---|---|---|\n");
+    for figure in &part.figure {
+        let before = text.len();
+        for machine in machines(records) {
+            let Some(measured) = figure.measured(records, &machine) else { continue };
+            let what = if text.len() == before { figure.what.as_str() } else { "" };
+            let gain = measured.gain(figure.better);
+            commands.push(measured.record.command.as_str());
+            let _ = writeln!(
+                text,
+                "|{what}|{}|{}|{}|{}|{}|[{}](../bench/record/{machine}/{}.json)|",
+                short(&machine),
+                cell(measured.ours),
+                measured.peer.map_or("–".into(), cell),
+                gain.map_or("–".into(), digits),
+                gain.map_or("–", verdict),
+                measured.record.name.get(5..10).unwrap_or_default(),
+                measured.record.name,
+            );
+        }
+        if text.len() == before {
+            return Err(format!("bench/figures.toml: no record has {:?} of bench {}", figure.what, figure.bench));
+        }
+    }
+    commands.sort_unstable();
+    commands.dedup();
+    let _ = write!(text, "\nCommands of these records:\n\n```text\n{}\n```\n", commands.join("\n"));
+    Ok(())
+}
+
+/// All rows of a bench, a table for each machine.
+fn draw_listing(text: &mut String, listing: &Listing, records: &[Record]) {
+    let columns = table::columns(&listing.columns);
+    for machine in machines(records) {
+        let mut rows: Vec<&Value> = Vec::new();
+        let of = |record: &&Record| record.machine == machine && record.is_of(&listing.bench);
+        for row in records.iter().filter(of).flat_map(|record| &record.rows) {
+            if !rows.iter().any(|known| known[&listing.key] == row[&listing.key]) {
+                rows.push(row);
+            }
+        }
+        if rows.is_empty() {
+            continue;
+        }
+        rows.sort_by_key(|row| row[&listing.key].to_string().to_lowercase());
+        let heads: Vec<&str> = columns.iter().map(|column| column.head.as_str()).collect();
+        let _ = write!(text, "\nOn {machine}:\n\n|{}|\n|{}\n", heads.join("|"), "---|".repeat(heads.len()));
+        for row in rows {
+            // Medians alone: the record has the spread.
+            let median = |cell: String| cell.split(" (").next().unwrap_or_default().to_owned();
+            let cells: Vec<String> = columns.iter().map(|column| median(column.cell(row))).collect();
+            let _ = writeln!(text, "|{}|", cells.join("|"));
+        }
+    }
+}
+
+/// What the source published, beside what is measured here.
+fn draw_published(text: &mut String, name: &str, records: &[Record]) -> Result<(), String> {
+    let definition = published::definition(name).ok_or_else(|| format!("bench/figures.toml: no source {name}"))?;
+    let _ = write!(
+        text,
+        "\nPublished: {}. Machine: {}.\n\n|published|there|here|\n|---|---|---|\n",
+        definition.title, definition.machine
+    );
+    let of = |record: &&Record| definition.reads.iter().any(|bench| record.is_of(bench));
+    // All values of a figure come from one record: the one that has most of them, or the newest of these.
+    let compared: Vec<(&Record, Vec<Line>)> =
+        records.iter().filter(of).map(|record| (record, definition.compare(&record.rows))).collect();
+    for figure in &definition.figure {
+        let measured = |lines: &[Line]| {
+            let is = |line: &&Line| line.figure == figure.title && line.side != Side::Published && line.value.is_some();
+            lines.iter().filter(is).count()
+        };
+        let Some((record, lines)) = compared.iter().rev().max_by_key(|(_, lines)| measured(lines)) else { continue };
+        let join = |is_published: bool| -> String {
+            let lines = lines.iter().filter(|line| line.figure == figure.title);
+            let lines = lines.filter(|line| (line.side == Side::Published) == is_published);
+            // The sum makes zero of negative zero.
+            let cells: Vec<String> =
+                lines.filter_map(|line| Some(format!("{} {}", line.name, digits(line.value? + 0.0)))).collect();
+            cells.join("; ")
+        };
+        let (there, here) = (join(true), join(false));
+        if !there.is_empty() && !here.is_empty() {
+            let machine = short(&record.machine);
+            let note = figure.note.as_ref().map_or(String::new(), |note| format!(". {note}"));
+            let _ = writeln!(text, "|{}, {}{note}|{there}|{machine}: {here}|", figure.title, figure.unit);
+        }
+    }
+    Ok(())
+}
+
+/// What each machine is, from its newest record.
+fn draw_machines(text: &mut String, records: &[Record]) {
+    for machine in machines(records) {
+        let newest = records.iter().find(|record| record.machine == machine && record.circumstances["cpu"].is_string());
+        let Some(Record { circumstances: of, .. }) = newest else { continue };
+        let kib: f64 = of["memory"].as_str().and_then(|text| text.split(' ').next()?.parse().ok()).unwrap_or(f64::NAN);
+        let word = |field: &str| of[field].as_str().unwrap_or("unknown");
+        let _ = writeln!(
+            text,
+            "- *{}*: {}, {} processors, {:.0} GiB, Linux {}",
+            short(&machine),
+            word("cpu"),
+            of["cpus"],
+            kib / f64::from(1 << 20),
+            word("kernel"),
+        );
+    }
+}
+
+fn page(page: &Page, records: &[Record]) -> Result<String, String> {
+    let mut text = format!("# Benchmarks\n\n{}\n", page.intro);
+    draw_machines(&mut text, records);
+    for part in &page.part {
+        let _ = write!(text, "\n## {}\n\n{}", part.title, part.text);
+        if !part.figure.is_empty() {
+            draw_figures(&mut text, part, records)?;
+        }
+        if let Some(listing) = &part.listing {
+            draw_listing(&mut text, listing, records);
+        }
+        if let Some(source) = &part.source {
+            draw_published(&mut text, source, records)?;
+        }
+    }
+    Ok(text)
+}
+
+/// README's table: the figures that it names, on the first machine that has them.
+fn results(page: &Page, records: &[Record]) -> String {
+    let mut text = String::from("\n| | machine | pagefold | peer | gain |\n|---|---|---|---|---|\n");
+    for figure in page.part.iter().flat_map(|part| &part.figure) {
+        let Some(label) = &figure.readme else { continue };
+        let machines = machines(records);
+        let Some((machine, measured)) =
+            machines.iter().find_map(|machine| Some((machine, figure.measured(records, machine)?)))
+        else {
+            continue;
+        };
+        let bold = |text: String, wins: bool| if wins { format!("**{text}**") } else { text };
+        let gain = measured.gain(figure.better);
+        let [ours, peer] =
+            [Some(measured.ours), measured.peer].map(|side| side.map_or("–".into(), |side| number(side.median)));
+        let _ = writeln!(
+            text,
+            "| {label} | {} | {} | {} | {} |",
+            short(machine),
+            bold(ours, gain.is_some_and(|gain| gain > 1.0)),
+            bold(peer, gain.is_some_and(|gain| gain < 1.0)),
+            gain.map_or("–".into(), digits),
+        );
+    }
+    text + "\n"
+}
+
+/// The pages as the records in `root` have them, by path.
+fn draw(root: &Path) -> Result<[(&'static str, String); 2], String> {
+    let read = |path: &str| fs::read_to_string(root.join(path)).map_err(|error| format!("{path}: {error}"));
+    let figures: Page =
+        toml::from_str(&read("bench/figures.toml")?).map_err(|error| format!("bench/figures.toml: {error}"))?;
+    let records = records(root)?;
+    let readme = read(README)?;
+    let (before, rest) = readme.split_once(MARKS[0]).ok_or("README.md: the mark before the figures is missing")?;
+    let (_, after) = rest.split_once(MARKS[1]).ok_or("README.md: the mark after the figures is missing")?;
+    let readme = [before, MARKS[0], &results(&figures, &records), MARKS[1], after].concat();
+    Ok([(PAGE, page(&figures, &records)?), (README, readme)])
+}
+
+/// `pagefold bench figures`: draws the pages of the source tree in the current directory.
+pub fn run() -> ExitCode {
+    let drawn = draw(Path::new(".")).and_then(|pages| {
+        for (path, text) in pages {
+            fs::write(path, text).map_err(|error| format!("{path}: {error}"))?;
+            eprintln!("drew {path}");
+        }
+        Ok(())
+    });
+    match drawn {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pagefold-bench figures: {error}; run it in the top directory of the source tree");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn root() -> &'static Path {
+        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+    }
+
+    #[test]
+    fn the_pages_show_the_records() {
+        for (path, drawn) in draw(root()).unwrap() {
+            let is = fs::read_to_string(root().join(path)).unwrap();
+            let differs = is.lines().zip(drawn.lines()).find(|(is, drawn)| is != drawn);
+            assert!(is == drawn, "{path} is not what the records say; run `pagefold bench figures`: {differs:?}");
+        }
+    }
+
+    #[test]
+    fn the_page_stays_short() {
+        let words = fs::read_to_string(root().join(PAGE)).unwrap().split_whitespace().count();
+        assert!(words <= 2000, "{PAGE} has {words} words; at most 2000");
+    }
+
+    #[test]
+    fn the_newest_record_with_both_sides_counts() {
+        let record = |name: &str, rows: Value| Record {
+            machine: "m".into(),
+            name: name.into(),
+            rows: rows.as_array().unwrap().clone(),
+            command: String::new(),
+            circumstances: Value::Null,
+        };
+        let records = [
+            record("2026-03-03-pageone-x", json!([{ "e": "a", "v": 9 }])),
+            record(
+                "2026-02-02-pageone-y",
+                json!([{ "e": "a", "v": [1, 2, 6] }, { "e": "k", "v": 4 }, { "e": "k", "v": 5 }]),
+            ),
+            record("2026-01-01-pageone-z", json!([{ "e": "a", "v": 7 }, { "e": "k", "v": 7 }])),
+        ];
+        let wanted = |name: &str| BTreeMap::from([("e".to_owned(), json!(name))]);
+        let figure = Figure {
+            what: "w".into(),
+            bench: "pageone".into(),
+            better: Better::Less,
+            ours: wanted("a"),
+            peer: Some(wanted("k")),
+            at: "/v".into(),
+            scale: None,
+            readme: None,
+        };
+        let measured = figure.measured(&records, "m").unwrap();
+        assert_eq!(measured.record.name, "2026-02-02-pageone-y");
+        assert_eq!(
+            (cell(measured.ours), cell(measured.peer.unwrap())),
+            ("2.00 (1.00–6.00)".into(), "5.00 (4.00–5.00)".into())
+        );
+        assert_eq!(measured.gain(Better::Less), Some(2.5));
+        assert_eq!(measured.gain(Better::More), Some(0.4));
+        assert!(figure.measured(&records, "other").is_none());
+        assert!(!records[0].is_of("page"), "a bench is a whole word");
+    }
+
+    #[test]
+    fn a_losing_row_and_its_command_say_so() {
+        assert_eq!([0.5, 0.95, 1.0, 1.05, 1.06].map(verdict), ["**loses**", "even", "even", "even", "wins"]);
+        let huge = json!({ "bench": "pageone", "arguments": ["--json", "--only", "merge"] });
+        assert_eq!(command(&huge), "pagefold bench pageone --only merge");
+        assert_eq!(
+            (number(1234567.0), number(999.0), number(12.34)),
+            ("1,234,567".into(), "999".into(), "12.3".into())
+        );
+    }
+}
