@@ -98,7 +98,7 @@ pub const ALL: &[Kind] = &[
     kind("Java, Parallel", JAVA, "java -XX:+UseParallelGC -Xmx400m Hold FILE 65536"),
     kind("Java, ZGC", JAVA, "java -XX:+UseZGC -Xmx400m Hold FILE 65536"),
     kind("busybox sh, static", "", "busybox sh hold.sh FILE"),
-    kind("redis", "", "sh redis.sh FILE 65536 DIR"),
+    kind("redis", "", "sh redis.sh FILE 262144 DIR"),
     kind("PostgreSQL", "", "sh postgres.sh FILE 65536 POSTGRES"),
 ];
 

@@ -26,11 +26,11 @@ use way::{Measured, Rest, Way};
 #[derive(Parser, Debug)]
 #[command(
     name = "pagefold bench coverage",
-    after_help = "Examples:\n  pagefold bench coverage --quick\n  pagefold bench coverage --only 'Java Serial,Go' --own-orders"
+    after_help = "Examples:\n  pagefold bench coverage --quick\n  pagefold bench coverage --only 'Java, Serial' --only Go --own-orders"
 )]
 struct Args {
-    /// Kinds with these names only, or with names that begin so.
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    /// Kinds with this name only, or with names that begin so; may be repeated.
+    #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// MiB that each instance holds.
     #[arg(long, value_name = "N", value_parser = positive)]
@@ -213,6 +213,9 @@ fn measure(args: &Args) -> Result<(), Failure> {
                 wrong.push(format!("{} {}", kind.name, measured.way.name()));
             }
         }
+        // A run of half an hour may be broken off: what it has measured so far is told.
+        let saved = |way: &Way| Some(format!("{} {:.0}", way.name(), saved_mib(row.rounds.last()?, *way)?));
+        eprintln!("  saved MiB: {}", ways.iter().filter_map(saved).collect::<Vec<_>>().join(", "));
         rows.push(row.json(args));
     }
     record::table(
@@ -260,6 +263,19 @@ mod tests {
         assert_eq!((&json["right"], &json["notes"]), (&json!(true), &json!(["a note"])));
         row.rounds[1][2].is_right = false;
         assert_eq!(row.json(&args)["right"], json!(false), "one wrong byte in any round");
+    }
+
+    #[test]
+    fn each_kind_can_be_measured_alone() {
+        for kind in kinds::ALL {
+            let args = Args::parse_from(["coverage", "--only", kind.name]);
+            let chosen = kinds::ALL.iter().filter(|kind| args.wants(kind)).map(|kind| kind.name);
+            let longer = |name: &&str| name.starts_with(kind.name);
+            assert!(args.wants(kind) && chosen.clone().all(|name| longer(&name)), "{}", kind.name);
+        }
+        let two = Args::parse_from(["coverage", "--quick", "--only", "Java, Serial", "--only", "Tcl"]);
+        let names: Vec<&str> = kinds::ALL.iter().filter(|kind| two.wants(kind)).map(|kind| kind.name).collect();
+        assert_eq!(names, ["Tcl", "Java, Serial"]);
     }
 
     #[test]
