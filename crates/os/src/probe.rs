@@ -1,6 +1,7 @@
 //! What this kernel and this user may do, found by trying.
 
 use crate::cpu_latency;
+use crate::exec_events::ExecEvents;
 use crate::fd::Fd;
 use crate::uffd::{self, Uffd};
 use std::fs;
@@ -41,6 +42,11 @@ pub fn all() -> Vec<Finding> {
     if all.iter().all(|finding| finding.works) {
         all.push(device());
     }
+    let attach = attach();
+    let enters = attach.works;
+    all.push(attach);
+    // Programs that could not be entered need not be found.
+    all.extend(enters.then(exec_events));
     all.extend([map_count(), thp(), short_wakes(), ksm(), ksm_rests(), zswap()]);
     all
 }
@@ -130,6 +136,42 @@ fn device() -> Finding {
         needed: false,
         detail: device.err().map_or("open".to_owned(), |errno| format!("{errno}")),
         cure: access("/dev/userfaultfd"),
+    }
+}
+
+/// Whether programs that run already can be entered, and their forks followed.
+fn attach() -> Finding {
+    let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+    let device = uffd::open_device().ok();
+    let forks = Uffd::new(device.as_ref(), MERGE_FEATURES | uffd::FEATURE_EVENT_FORK).map(drop);
+    let (works, detail, cure) = match forks {
+        _ if !cfg!(target_arch = "x86_64") => {
+            (false, "on x86-64 only".to_owned(), "start programs by `pagefold run`".to_owned())
+        }
+        _ if scope.trim() == "3" => {
+            let cure = "boot without kernel.yama.ptrace_scope=3, which cannot be changed later; or start programs by `pagefold run`";
+            (false, "kernel.yama.ptrace_scope = 3: no process may trace another".to_owned(), cure.to_owned())
+        }
+        Ok(()) => (true, "programs can be entered, and their forks followed".to_owned(), String::new()),
+        Err(errno) => {
+            let cure = "sudo pagefold attach PID (a daemon of root's has CAP_SYS_PTRACE)";
+            (false, format!("forks of programs cannot be followed: {errno}"), cure.to_owned())
+        }
+    };
+    Finding { name: "attach: programs that run already", works, needed: false, detail, cure }
+}
+
+/// Whether the daemon is told of programs that begin under `pagefold run` and cannot load the agent.
+fn exec_events() -> Finding {
+    let opened = ExecEvents::open();
+    Finding {
+        name: "attach: static programs under run",
+        works: opened.is_ok(),
+        needed: false,
+        detail: opened.err().map_or("the kernel tells of programs that begin".to_owned(), |errno| {
+            format!("the kernel does not tell of programs that begin: {errno}")
+        }),
+        cure: "sudo pagefold daemon (it takes CAP_NET_ADMIN, and a kernel with CONFIG_PROC_EVENTS)".into(),
     }
 }
 
