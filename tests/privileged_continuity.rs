@@ -1,9 +1,10 @@
 //! Nothing that is merged is forgotten: a daemon that starts counts what programs share already, and shares it with others.
-//! `PAGEFOLD_RESTARTS=N` sets the number of restarts.
+//! `PAGEFOLD_RESTARTS=N` sets the number of restarts. `PAGEFOLD_BEFORE=PATH` names a `pagefold` of another version: daemons are then
+//! replaced by daemons of the other version, and agents of both are merged.
 
 mod common;
 
-use common::{Daemon, Random, Server, can_merge, comes, events, semantics, wait_for};
+use common::{Daemon, Random, Server, TOOL, can_merge, comes, events, semantics, tool_before, wait_for};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -52,13 +53,14 @@ fn wait_known(daemon: &Daemon, before: (i64, i64, i64)) -> Duration {
 #[test]
 fn the_next_daemon_counts_and_shares_what_is_merged() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
-    let mut daemon = Daemon::start(&[]);
+    let mut daemon = Daemon::start_of(tool_before(), &[]);
     let mut clients: Vec<Server> = (0..2).map(|_| start_large(&daemon, program)).collect();
     wait_merged(&daemon, 2 * PAGES);
     // Some pages are written: they are the clients' own now, and their slots dead.
     clients.iter_mut().for_each(|client| _ = client.check("write"));
     wait_merged(&daemon, 2 * PAGES);
     let before = merged(&daemon);
+    daemon.tool_path = TOOL.into();
     daemon.replace();
     let took = wait_known(&daemon, before);
     println!("{before:?} known after {took:?}");
@@ -86,12 +88,20 @@ fn restarts_lose_no_page() {
     let restarts = std::env::var("PAGEFOLD_RESTARTS").ok().and_then(|text| text.parse().ok()).unwrap_or(20u32);
     let mut random = Random::by_clock();
     let mut daemon = Daemon::start(&[]);
-    let mut clients: Vec<Server> = (0..3).map(|_| Server::start(daemon.run(&[]), program)).collect();
+    let versions = [tool_before(), TOOL.into()];
+    let mut clients = Vec::new();
+    for at in 0..3 {
+        daemon.tool_path = versions[at % 2].clone();
+        clients.push(Server::start(daemon.run(&[]), program));
+    }
     for _ in 0..restarts {
         std::thread::sleep(Duration::from_millis(random.below(1500)));
         clients.iter_mut().for_each(|client| _ = client.check(if random.below(2) == 0 { "write" } else { "check" }));
+        daemon.tool_path = versions[random.below(2) as usize].clone();
         daemon.replace();
     }
+    daemon.tool_path = TOOL.into();
+    daemon.replace();
     wait_for("everything to be merged and known", 60, || {
         let shown: usize = clients.iter_mut().map(|client| client.check("check")).sum();
         shown > 3 * 8000 && merged(&daemon).0 == shown as i64

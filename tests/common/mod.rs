@@ -21,6 +21,11 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// The tool under test.
 pub const TOOL: &str = env!("CARGO_BIN_EXE_pagefold");
 
+/// The tool of another version, if `PAGEFOLD_BEFORE` names one; else the same.
+pub fn tool_before() -> PathBuf {
+    std::env::var_os("PAGEFOLD_BEFORE").map_or_else(|| TOOL.into(), PathBuf::from)
+}
+
 /// A small generator of numbers; print its seed, so that a failure can be repeated.
 pub struct Random(pub u64);
 
@@ -180,16 +185,23 @@ pub struct Daemon {
     pub socket: PathBuf,
     pub dir: tempfile::TempDir,
     args: Vec<String>,
+    /// What the daemon, its clients and questions to it are started with.
+    pub tool_path: PathBuf,
 }
 
 impl Daemon {
     /// Starts one that listens in a new directory.
     pub fn start(args: &[&str]) -> Daemon {
+        Daemon::start_of(TOOL.into(), args)
+    }
+
+    /// As [`start`](Daemon::start), a daemon of this tool's version.
+    pub fn start_of(tool_path: PathBuf, args: &[&str]) -> Daemon {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("s");
         let args: Vec<String> = args.iter().map(|arg| arg.to_string()).collect();
-        let child = spawn_daemon(&socket, &args);
-        let daemon = Daemon { child, socket, dir, args };
+        let child = spawn_daemon(&tool_path, &socket, &args);
+        let daemon = Daemon { child, socket, dir, args, tool_path };
         daemon.wait_until_it_listens();
         daemon
     }
@@ -201,7 +213,7 @@ impl Daemon {
     /// Kills it and starts the next at the same place.
     pub fn replace(&mut self) {
         self.kill();
-        self.child = spawn_daemon(&self.socket, &self.args);
+        self.child = spawn_daemon(&self.tool_path, &self.socket, &self.args);
         self.wait_until_it_listens();
     }
 
@@ -222,12 +234,13 @@ impl Daemon {
     /// Runs the tool with `args` and this daemon's socket.
     pub fn tool(&self, args: &[&str]) -> Output {
         let (command, rest) = args.split_first().expect("a command");
-        Command::new(TOOL).arg(command).arg("--socket").arg(&self.socket).args(rest).output().expect("the tool runs")
+        let mut tool = Command::new(&self.tool_path);
+        tool.arg(command).arg("--socket").arg(&self.socket).args(rest).output().expect("the tool runs")
     }
 
     /// A command that runs its program (to be added) under this daemon.
     pub fn run(&self, options: &[&str]) -> Command {
-        let mut command = Command::new(TOOL);
+        let mut command = Command::new(&self.tool_path);
         command.arg("run").arg("--socket").arg(&self.socket).args(options).arg("--").current_dir(self.dir.path());
         command
     }
@@ -262,8 +275,8 @@ impl Drop for Daemon {
     }
 }
 
-fn spawn_daemon(socket: &Path, args: &[String]) -> Child {
-    let mut command = Command::new(TOOL);
+fn spawn_daemon(tool_path: &Path, socket: &Path, args: &[String]) -> Child {
+    let mut command = Command::new(tool_path);
     // Without --priority normal its workers would wait for idle time, of which a machine that runs tests has none.
     command.args(["daemon", "--priority=normal", "--socket"]).arg(socket);
     if !args.iter().any(|arg| arg == "--scan-interval") {
