@@ -7,12 +7,12 @@
 use crate::config::random_u64;
 use crate::fingerprint::is_zero;
 use crate::geometry::BLOCK_BYTES;
-use rustix::io::ReadWriteFlags;
+use pagefold_os::read_once;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Granularities that are compared, in bytes.
@@ -208,7 +208,7 @@ fn for_each_part(path: &Path, mut visit: impl FnMut(u64, u64, &[u8])) -> io::Res
     if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
-    // For kernels from 6.3 on without `RWF_DONTCACHE` (see `read_once`): these pages are evicted before pages in use.
+    // For kernels from 6.3 on without `RWF_DONTCACHE` (see `read_once::read_at`): these pages are evicted before pages in use.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::NoReuse);
     let size = metadata.len();
     let mut buffer = vec![0; READ_BYTES];
@@ -225,7 +225,7 @@ fn for_each_part(path: &Path, mut visit: impl FnMut(u64, u64, &[u8])) -> io::Res
         let wanted = size.saturating_sub(at).min(READ_BYTES as u64) as usize;
         let mut count = 0;
         while count < wanted {
-            match read_once(&file, &mut buffer[count..wanted], at + count as u64)? {
+            match read_once::read_at(&file, &mut buffer[count..wanted], at + count as u64)? {
                 0 => break,
                 n => count += n,
             }
@@ -239,31 +239,20 @@ fn for_each_part(path: &Path, mut visit: impl FnMut(u64, u64, &[u8])) -> io::Res
     Ok(size)
 }
 
-/// Reads data that is read once. The kernel does not keep the pages that this read loads, and keeps those it has cached
-/// already, which running guests may use.
-fn read_once(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-    /// `RWF_DONTCACHE` of Linux 6.14: the kernel drops the pages that this read loads.
-    const DONT_CACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
-    match rustix::io::preadv2(file, &mut [io::IoSliceMut::new(buffer)], offset, DONT_CACHE) {
-        // An older kernel, or a file system without support: the pages cannot be told from those in use, and stay.
-        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => file.read_at(buffer, offset),
-        read => Ok(read?),
-    }
-}
-
 /// Finds reasons why pages of an image cannot equal those of other images.
 fn alignment_warnings(path: &Path) -> Vec<Warning> {
     let Ok(file) = open(path) else { return Vec::new() };
     // A few small reads: the kernel need not read ahead.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
     let mut head = vec![0; 64 << 10];
-    let Ok(count) = read_once(&file, &mut head, 0) else { return Vec::new() };
+    let Ok(count) = read_once::read_at(&file, &mut head, 0) else { return Vec::new() };
     head.truncate(count);
     let read = |offset: u64, length: usize| {
         let mut bytes = vec![0; length];
         let mut count = 0;
         while count < length {
-            count += read_once(&file, &mut bytes[count..], offset + count as u64).ok().filter(|&read| read > 0)?;
+            count +=
+                read_once::read_at(&file, &mut bytes[count..], offset + count as u64).ok().filter(|&read| read > 0)?;
         }
         Some(bytes)
     };
@@ -429,6 +418,7 @@ mod tests {
 
     #[test]
     fn pages_that_the_kernel_had_cached_stay_cached() {
+        use std::os::unix::fs::FileExt;
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let path = dir.path().join("a");
         let file = File::create(&path).unwrap();
@@ -440,7 +430,7 @@ mod tests {
             let (file, mut buffer, mut count) = (File::open(&path).unwrap(), vec![0; 64 << 10], 0);
             for at in (0..8 << 20).step_by(64 << 10) {
                 let into = &mut [io::IoSliceMut::new(&mut buffer)];
-                match rustix::io::preadv2(&file, into, at, ReadWriteFlags::NOWAIT) {
+                match rustix::io::preadv2(&file, into, at, rustix::io::ReadWriteFlags::NOWAIT) {
                     Ok(read) => count += read,
                     Err(rustix::io::Errno::AGAIN) => {}
                     Err(error) => return Err(error),

@@ -46,6 +46,8 @@ pub mod probe;
 #[cfg(feature = "std")]
 pub mod procfs;
 #[cfg(feature = "std")]
+pub mod read_once;
+#[cfg(feature = "std")]
 pub mod sanitize;
 #[cfg(feature = "std")]
 pub mod sync;

@@ -9,6 +9,7 @@ use crate::progress::Progress;
 use crate::runtime::mount::{difference, in_initial_namespace};
 use crate::store::{DamagedImage, Lease, Records, Store, is_marked};
 use crate::tree::Tree;
+use pagefold_os::read_once::ReadOnce;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::ErrorKind;
@@ -165,7 +166,7 @@ fn damage_of_object(
     found: &mut Verified,
 ) -> Result<Option<String>> {
     let path = store.object_path(digest);
-    let hash = |mut file| hash_reader(&mut file);
+    let hash = |file| hash_reader(&mut ReadOnce::new(file));
     let hashed = open_marked(store, lease, &path)?.and_then(|(file, marked)| {
         hash(file)
             // A read error that occurs once may be the cable's or the network's.
@@ -248,7 +249,7 @@ fn damage_of_full(store: &Store, lease: &Lease, digest: &Digest, tree: &Tree) ->
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) if error.kind() == ErrorKind::PermissionDenied => Some(format!("found damaged before; {again}")),
         Err(error) => return Err(error).at(path),
-        Ok((file, marked)) => match is_erofs_full(file, tree)? {
+        Ok((file, marked)) => match is_erofs_full(ReadOnce::new(file), tree)? {
             Ok(true) if marked => {
                 store.unmark_damaged(&path)?;
                 return Ok((None, true));

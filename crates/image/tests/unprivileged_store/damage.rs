@@ -6,7 +6,49 @@ use pagefold_image::digest::Digest;
 use pagefold_image::progress::Progress;
 use pagefold_image::{export, gc, stat};
 use std::fs;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{PermissionsExt, symlink};
+
+/// A store may be larger than memory, and programs use what is cached of it.
+#[test]
+fn a_check_leaves_the_page_cache_as_it_was() {
+    let Fixture { dir, tree, store } = Fixture::new();
+    let contents = [vec![1; 2 << 20], vec![2; 2 << 20]];
+    for (name, content) in ["used", "at rest"].iter().zip(&contents) {
+        fs::write(tree.join(name), content).unwrap();
+    }
+    build_dir(&store, "one", &tree).unwrap();
+    let paths = contents.map(|content| store.object_path(&Digest::of(&content)));
+    for path in &paths {
+        let file = fs::File::open(path).unwrap();
+        file.sync_all().unwrap();
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+        if !pagefold_os::read_once::is_supported(&file) {
+            println!("SKIPPED: the kernel or {}'s file system does not know RWF_DONTCACHE", dir.path().display());
+            return;
+        }
+    }
+    // True if a page in the middle is cached. To ask by reading would have the kernel read ahead.
+    let is_cached = |path: &std::path::Path| {
+        let (file, mut state) = (fs::File::open(path).unwrap(), 0);
+        // SAFETY: one page of a file of many is mapped, asked for, and unmapped again.
+        unsafe {
+            let at =
+                libc::mmap(std::ptr::null_mut(), 4096, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 1 << 20);
+            assert_ne!(at, libc::MAP_FAILED);
+            assert_eq!(libc::mincore(at, 4096, &raw mut state), 0);
+            libc::munmap(at, 4096);
+        }
+        state & 1 == 1
+    };
+    fs::read(&paths[0]).unwrap();
+    assert_eq!([0, 1].map(|at| is_cached(&paths[at])), [true, false]);
+    assert_eq!(stat::verify(&store, &[], false).unwrap().objects, 2);
+    assert_eq!([0, 1].map(|at| is_cached(&paths[at])), [true, false], "after verify");
+    let read = store.tree(&store.image("one").unwrap().digest).unwrap();
+    export::tar(&store, &read, &mut std::io::sink(), &Progress::silent()).unwrap();
+    assert_eq!([0, 1].map(|at| is_cached(&paths[at])), [true, false], "after export");
+}
 
 #[test]
 fn damage_is_named_with_every_image_that_has_it() {
