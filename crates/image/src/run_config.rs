@@ -20,6 +20,9 @@ pub struct RunConfig {
     /// User to run as, as the image names it.
     #[serde(default)]
     pub user: String,
+    /// What its programs run on, such as linux/amd64; empty if it does not say.
+    #[serde(default)]
+    pub platform: String,
 }
 
 impl RunConfig {

@@ -2,10 +2,11 @@
 
 use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
+use pagefold_image::oci::{self, Wanted};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::tree::{Kind, ROOT, Tree};
-use pagefold_image::{Error, oci, unpack};
+use pagefold_image::{Error, unpack};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -331,7 +332,8 @@ fn labels_of_another_systems_policy_come_by_no_layer() {
     let dir = tempfile::tempdir().unwrap();
     layout(dir.path(), &[&bytes], |_| ());
     let (build, mut notes, silent) = (bench.store.build().unwrap(), Omissions::default(), Progress::silent());
-    let (tree, _) = oci::import(&build, dir.path(), None, Limits::default(), &mut notes, &silent).unwrap();
+    let (tree, _) =
+        oci::import(&build, dir.path(), &Wanted::default(), Limits::default(), &mut notes, &silent).unwrap();
     assert_eq!([has(&tree, b""), has(&tree, b"f")], [["user.a"], ["user.a"]]);
     assert!(notes.lines().len() == 1 && notes.lines()[0].contains("SELinux labels of layers were left out (2; "));
     // An archive of a tree has its own.
@@ -403,7 +405,7 @@ fn layout(dir: &Path, layers: &[&[u8]], spoil: impl Fn(&mut serde_json::Value)) 
 
 fn import(bench: &Bench, path: &Path) -> Result<Tree, Error> {
     let build = bench.store.build()?;
-    oci::import(&build, path, None, Limits::default(), &mut Omissions::default(), &Progress::silent())
+    oci::import(&build, path, &Wanted::default(), Limits::default(), &mut Omissions::default(), &Progress::silent())
         .map(|(tree, _)| tree)
 }
 
@@ -534,7 +536,8 @@ fn archives_come_through_pipes_and_with_hard_links() {
     let feeder = std::thread::spawn(move || writer.write_all(&bytes));
     let pipe = PathBuf::from(format!("/proc/self/fd/{}", reader.as_raw_fd()));
     let (build, limits) = (bench.store.build().unwrap(), Limits { bytes: 4000, ..Limits::default() });
-    let error = oci::import(&build, &pipe, None, limits, &mut Omissions::default(), &Progress::silent()).unwrap_err();
+    let error = oci::import(&build, &pipe, &Wanted::default(), limits, &mut Omissions::default(), &Progress::silent())
+        .unwrap_err();
     assert!(error.to_string().contains("more than the limit's 4000 bytes"), "{error}");
     drop(reader);
     let _ = feeder.join();
@@ -642,15 +645,20 @@ fn a_directory_with_a_file_of_that_name_is_no_image() {
 fn an_image_is_found_by_its_tag_as_docker_writes_it_and_by_digest() {
     let bench = Bench::new();
     let dir = tempfile::tempdir().unwrap();
-    let take = |reference: Option<&str>| -> Result<Vec<String>, String> {
+    let take_for = |reference: Option<&str>, platform: Option<&str>| -> Result<Vec<String>, String> {
         let build = bench.store.build().unwrap();
         let (mut notes, silent) = (Omissions::default(), Progress::silent());
-        let (tree, _) = oci::import(&build, dir.path(), reference, Limits::default(), &mut notes, &silent)
+        let wanted = Wanted {
+            reference: reference.map(str::to_owned),
+            platform: platform.map(|platform| platform.parse().unwrap()),
+        };
+        let (tree, _) = oci::import(&build, dir.path(), &wanted, Limits::default(), &mut notes, &silent)
             .map_err(|error| error.to_string())?;
         let mut names = Vec::new();
         tree.walk(|path, _| names.push(String::from_utf8(path.to_vec()).unwrap()));
         Ok(names[1..].to_vec())
     };
+    let take = |reference: Option<&str>| take_for(reference, None);
     let mut descriptors = Vec::new();
     for (name, full) in
         [("one", "docker.io/library/a:latest"), ("two", "localhost/b:latest"), ("three", "x.org/c/b:v1")]
@@ -706,6 +714,31 @@ fn an_image_is_found_by_its_tag_as_docker_writes_it_and_by_digest() {
     assert_eq!(take(Some(descriptors[1]["digest"].as_str().unwrap())).unwrap(), ["two"]);
     assert!(take(None).unwrap_err().contains("for linux/arm/v1"));
     assert!(take(Some(&pagefold_image::digest::Digest::of(b"none").to_string())).unwrap_err().contains("0 images fit"));
+    assert_eq!(take_for(None, Some("linux/arm/v1")).unwrap(), ["two"]);
+    let text = take_for(None, Some("linux/riscv64")).unwrap_err();
+    assert!(text.contains("no image for linux/riscv64; --platform names another"), "{text}");
+
+    // What is meant where no variant is named; and an attestation, which is for no machine.
+    for (descriptor, (architecture, variant)) in
+        descriptors.iter_mut().zip([("arm64", "v9"), ("arm64", "v8"), ("unknown", "")])
+    {
+        descriptor["platform"] = serde_json::json!({ "os": "linux", "architecture": architecture, "variant": variant });
+    }
+    descriptors[2]["platform"]["os"] = "unknown".into();
+    put(&descriptors[..3]);
+    assert_eq!(take_for(None, Some("linux/arm64")).unwrap(), ["two"]);
+    assert_eq!(take_for(None, Some("linux/arm64/v9")).unwrap(), ["one"]);
+
+    // One image, of which the index says nothing: its own word counts.
+    let config = br#"{"os":"linux","architecture":"s390x"}"#;
+    let digest = pagefold_image::digest::Digest::of(config);
+    std::fs::write(dir.path().join("blobs/sha256").join(digest.hex()), config).unwrap();
+    layout(dir.path(), &[&archive(&[file(b"alone", b"1")])], |manifest| {
+        manifest["config"] = serde_json::json!({ "digest": digest, "size": config.len() });
+    });
+    assert_eq!(take(None).unwrap(), ["alone"]);
+    assert_eq!(take_for(None, Some("linux/s390x")).unwrap(), ["alone"]);
+    assert!(take_for(None, Some("linux/amd64")).unwrap_err().contains("is for linux/s390x, not for linux/amd64"));
 }
 
 #[test]
@@ -729,7 +762,7 @@ fn the_limit_of_bytes_is_for_all_layers_together() {
     for path in [dir.path(), &docker] {
         let import = |bytes| {
             let (build, limits) = (bench.store.build().unwrap(), Limits { bytes, ..Limits::default() });
-            oci::import(&build, path, None, limits, &mut Omissions::default(), &Progress::silent())
+            oci::import(&build, path, &Wanted::default(), limits, &mut Omissions::default(), &Progress::silent())
                 .map(|(tree, _)| tree)
         };
         assert!(import(300_000).unwrap().find(b"c").is_some());
@@ -753,7 +786,8 @@ fn memory_use_is_limited_for_all_layers_together() {
     layout(dir.path(), &[&layer, &layer], |_| ());
     let import = |entries, names_bytes| {
         let (build, limits) = (bench.store.build().unwrap(), Limits { entries, names_bytes, ..Limits::default() });
-        let imported = oci::import(&build, dir.path(), None, limits, &mut Omissions::default(), &Progress::silent());
+        let imported =
+            oci::import(&build, dir.path(), &Wanted::default(), limits, &mut Omissions::default(), &Progress::silent());
         imported.map(|_| ()).map_err(|error| error.to_string())
     };
     // Extended headers are entries, too.
@@ -778,7 +812,8 @@ fn the_paths_of_an_images_archive_are_limited() {
     std::fs::write(&path, [(0..5).flat_map(long).collect(), layout_archive(dir.path(), false)].concat()).unwrap();
     let import = |names_bytes| {
         let (build, limits) = (bench.store.build().unwrap(), Limits { names_bytes, ..Limits::default() });
-        let imported = oci::import(&build, &path, None, limits, &mut Omissions::default(), &Progress::silent());
+        let imported =
+            oci::import(&build, &path, &Wanted::default(), limits, &mut Omissions::default(), &Progress::silent());
         imported.map(|_| ()).map_err(|error| error.to_string())
     };
     import(5 * 4001 + 1000).unwrap();

@@ -4,6 +4,7 @@ use crate::units;
 use pagefold_image::Error as ImageError;
 use pagefold_image::config::Limits;
 use pagefold_image::mount::{self, Kind};
+use pagefold_image::oci::Platform;
 use pagefold_image::store::{check_domain, check_name};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -195,6 +196,9 @@ pub struct ImportArgs {
     /// Tag (`redis:7` finds `docker.io/library/redis:7`) or digest to take when there are several images
     #[arg(long = "ref", value_name = "TAG")]
     pub reference: Option<String>,
+    /// What its programs run on, such as linux/arm64, when there are images for several [default: this machine]
+    #[arg(long, value_name = "OS/ARCH")]
+    pub platform: Option<Platform>,
     /// Most bytes of unpacked content, of all layers together
     #[arg(long, value_name = "SIZE", default_value = "1T", value_parser = units::size)]
     pub max_bytes: u64,

@@ -8,10 +8,11 @@ use crate::{note, say};
 use pagefold_image::Error as ImageError;
 use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
+use pagefold_image::oci::{self, Platform, Wanted};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{Record, RunConfig, Store};
 use pagefold_image::tree::Tree;
-use pagefold_image::{build, export, oci, unpack};
+use pagefold_image::{build, export, unpack};
 use std::io::IsTerminal;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -79,7 +80,7 @@ pub fn build_image(store: &Store, args: BuildArgs, stdin: bool) -> Result<(), Er
     let progress = Progress::new("build");
     let mut config = RunConfig::default();
     let tree = if !stdin && !args.plain && oci::is_image(&args.path)? {
-        let imported = oci::import(&building, &args.path, None, limits, &mut notes, &progress);
+        let imported = oci::import(&building, &args.path, &Wanted::default(), limits, &mut notes, &progress);
         let (tree, run) = imported.map_err(|error| match of_input(error, &source, "") {
             ImageError::Input(what) => Error::from(format!(
                 "{what}; it looks like an OCI image: import has --ref and limits, --plain takes it as it is"
@@ -121,10 +122,15 @@ pub fn import_image(store: &Store, args: ImportArgs, stdin: bool) -> Result<(), 
     let progress = Progress::new("import");
     let source = args.path.display().to_string();
     let path = if stdin { Path::new("/dev/stdin") } else { &args.path };
-    let imported = oci::import(&building, path, args.reference.as_deref(), limits, &mut notes, &progress);
+    let wanted = Wanted { reference: args.reference, platform: args.platform };
+    let imported = oci::import(&building, path, &wanted, limits, &mut notes, &progress);
     let (tree, config) =
         imported.map_err(|error| of_input(error, &source, "a plain directory or archive is for image build"))?;
     drop(progress);
     let record = building.publish(&args.name, &tree, &source, config, notes.lines())?;
+    let platform = record.config.platform.parse::<Platform>();
+    if platform.is_ok_and(|platform| !platform.fits(&Platform::host())) {
+        note!("{} holds programs for {}, which do not run on this machine", record.name, record.config.platform);
+    }
     report_built(&record, building.stats(), args.json)
 }

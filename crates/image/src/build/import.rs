@@ -7,26 +7,26 @@ use crate::config::{Limits, Used};
 use crate::digest::Hashing;
 use crate::error::{Error, Result, input};
 use crate::format::decompress::unpack;
-use crate::format::oci::{Image, Layer};
+use crate::format::oci::{Image, Layer, Wanted};
 use crate::progress::Progress;
 use crate::run_config::RunConfig;
 use crate::tree::Tree;
 use std::io::Read;
 use std::path::Path;
 
-/// Reads the image in `path` into a tree; `reference` chooses among several by tag or digest.
+/// Reads the image in `path` that is `wanted` into a tree.
 ///
 /// # Errors
 /// Anything that does not have the digest that names it; layers that break the format or the limits.
 pub fn import(
     build: &Build,
     path: &Path,
-    reference: Option<&str>,
+    wanted: &Wanted,
     limits: Limits,
     omissions: &mut Omissions,
     progress: &Progress,
 ) -> Result<(Tree, RunConfig)> {
-    let image = Image::open(path, reference, limits, || build.spool())?;
+    let image = Image::open(path, wanted, limits, || build.spool())?;
     progress.expect(image.packed_bytes);
     let (mut tree, mut left) = (Tree::default(), limits);
     for layer in &image.layers {

@@ -3,12 +3,13 @@
 use crate::digest::Digest;
 use crate::error::{At, Error, OUTPUT, Result};
 use crate::format::erofs;
-use crate::format::oci::architecture;
+use crate::format::oci::Platform;
 use crate::format::tar::{self, Entry, EntryKind};
 use crate::progress::Progress;
 use crate::random_id::random_id;
 use crate::store::{Record, Store};
 use crate::tree::{Data, Id, Kind, Tree, show};
+use pagefold_os::read_once::ReadOnce;
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -127,7 +128,7 @@ fn copy_data(store: &Store, data: &Data, out: &mut impl Write) -> Result<()> {
     };
     let path = store.object_path(digest);
     let file = File::open(&path).at(&path)?;
-    let mut hashing = crate::digest::Hashing::new(file);
+    let mut hashing = crate::digest::Hashing::new(ReadOnce::new(file));
     let (mut left, mut piece) = (size, vec![0; size.min(1 << 17) as usize]);
     while left > 0 {
         let want = left.min(piece.len() as u64) as usize;
@@ -280,15 +281,20 @@ fn layout(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Pr
         Ok((digest, bytes.len()))
     };
     let run = &record.config;
-    let (config, config_size) = put(serde_json::json!({
-        "architecture": architecture(),
-        "os": "linux",
+    let platform = run.platform.parse().unwrap_or_else(|_| Platform::host());
+    let mut config = serde_json::json!({
+        "architecture": platform.architecture,
+        "os": platform.os,
         "config": {
             "Env": run.env, "Entrypoint": run.entrypoint, "Cmd": run.cmd, "WorkingDir": run.working_dir, "User": run.user,
         },
         "rootfs": { "type": "layers", "diff_ids": [layer] },
         "history": [{ "created_by": "pagefold image export" }],
-    }))?;
+    });
+    if let Some(variant) = platform.variant {
+        config["variant"] = variant.into();
+    }
+    let (config, config_size) = put(config)?;
     let (manifest, manifest_size) = put(serde_json::json!({
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.manifest.v1+json",

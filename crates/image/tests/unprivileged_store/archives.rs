@@ -58,9 +58,15 @@ fn archives_by_skopeo_are_read() {
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
         assert!(oci::is_image(&path).unwrap());
         let build = store.build().unwrap();
-        let (tree, _) =
-            oci::import(&build, &path, None, Limits::default(), &mut Omissions::default(), &Progress::silent())
-                .unwrap();
+        let (tree, _) = oci::import(
+            &build,
+            &path,
+            &oci::Wanted::default(),
+            Limits::default(),
+            &mut Omissions::default(),
+            &Progress::silent(),
+        )
+        .unwrap();
         let again = build.publish("again", &tree, "skopeo", Default::default(), vec![]).unwrap();
         assert_eq!(again.digest, record.digest, "{to}");
     }
@@ -108,9 +114,15 @@ fn archives_by_buildah_are_read() {
         let path = dir.path().join(path);
         buildah(&["commit", "-q", &second, &format!("{format}{}:name:1", path.display())]).unwrap();
         let build = store.build().unwrap();
-        let (found, _) =
-            oci::import(&build, &path, None, Limits::default(), &mut Omissions::default(), &Progress::silent())
-                .unwrap();
+        let (found, _) = oci::import(
+            &build,
+            &path,
+            &oci::Wanted::default(),
+            Limits::default(),
+            &mut Omissions::default(),
+            &Progress::silent(),
+        )
+        .unwrap();
         let record = build.publish(&number.to_string(), &found, "buildah", Default::default(), vec![]).unwrap();
         let out = dir.path().join(format!("out{number}"));
         fs::create_dir(&out).unwrap();

@@ -43,7 +43,9 @@ fn the_same_input_gives_the_same_digest() {
     // Out as an OCI layout and in again, too.
     let layout = dir.path().join("oci");
     export::oci(&a, &first, &read, &layout, &Progress::silent()).unwrap();
-    let (tree, _) = oci::import(&building, &layout, None, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    let (tree, _) =
+        oci::import(&building, &layout, &oci::Wanted::default(), Limits::default(), &mut notes, &Progress::silent())
+            .unwrap();
     assert_eq!(building.publish("oci", &tree, "oci", Default::default(), vec![]).unwrap().digest, first.digest);
 }
 

@@ -1,11 +1,21 @@
 //! The manifest that a tag, a digest or this machine asks for, among several.
 
 use super::blobs::Blobs;
-use super::documents::{Descriptor, Index, Manifest, Platform, architecture, blob_path};
+use super::documents::{Descriptor, Index, Manifest, blob_path};
+use super::platform::Platform;
 use crate::config::Limits;
 use crate::digest::Digest;
 use crate::error::{Result, input};
 use std::collections::HashSet;
+
+/// Which image is taken where there are several.
+#[derive(Clone, Debug, Default)]
+pub struct Wanted {
+    /// A tag or a digest.
+    pub reference: Option<String>,
+    /// What its programs run on; this machine, where there is a choice, if none is named.
+    pub platform: Option<Platform>,
+}
 
 /// Most tags and digests in a message.
 const SHOWN: usize = 20;
@@ -44,10 +54,7 @@ impl Descriptor {
     }
 
     fn show(&self) -> String {
-        let platform = self.platform.as_ref().map(|platform| {
-            let variant = platform.variant.as_ref().map_or(String::new(), |variant| format!("/{variant}"));
-            format!(" for {}/{}{variant}", platform.os, platform.architecture)
-        });
+        let platform = self.platform.as_ref().map(|platform| format!(" for {platform}"));
         let (name, platform) = (self.names().last().unwrap_or_default(), platform.unwrap_or_default());
         if name.is_empty() {
             format!("{}{platform}", self.digest)
@@ -57,20 +64,15 @@ impl Descriptor {
     }
 }
 
-/// Finds the manifest that `reference`, a tag or a digest, or this machine asks for.
-pub(super) fn choose(
-    blobs: &Blobs,
-    index: Index,
-    reference: Option<&str>,
-    limits: Limits,
-    depth: u32,
-) -> Result<Manifest> {
+/// Finds the manifest that is `wanted`.
+pub(super) fn choose(blobs: &Blobs, index: Index, wanted: &Wanted, limits: Limits, depth: u32) -> Result<Manifest> {
     if depth > 4 {
         return Err(input!("index.json: indexes in indexes, deeper than 4"));
     }
     let all: Vec<String> = index.manifests.iter().map(Descriptor::show).collect();
     let mut fits: Vec<&Descriptor> = index.manifests.iter().collect();
-    let mut below = None;
+    let mut below = Wanted { reference: None, platform: wanted.platform.clone() };
+    let reference = wanted.reference.as_deref();
     if let Some(wanted) = reference {
         let how = |one: &&Descriptor| {
             let by_digest = if one.digest == wanted { 2 } else { 0 };
@@ -80,7 +82,7 @@ pub(super) fn choose(
         if found.is_empty() && Digest::parse(wanted).is_ok() {
             // The manifest may be listed by a nested index.
             fits.retain(|one| one.is_index());
-            below = reference;
+            below.reference = reference.map(str::to_owned);
         } else {
             fits = found;
         }
@@ -88,13 +90,26 @@ pub(super) fn choose(
     // One image may have several tags.
     let mut seen = HashSet::new();
     fits.retain(|one| seen.insert(&one.digest));
-    if fits.len() > 1 {
-        let ours = |platform: &Platform| platform.architecture == architecture() && platform.os == "linux";
-        fits.retain(|one| one.platform.as_ref().is_none_or(ours));
+    let by_digest = fits.len() == 1 && reference.is_some_and(|wanted| fits[0].digest == wanted);
+    if fits.len() > 1 || wanted.platform.is_some() && !by_digest {
+        let platform = wanted.platform.clone().unwrap_or_else(Platform::host);
+        let is_for = |one: &&Descriptor| one.platform.as_ref().is_none_or(|have| have.fits(&platform));
+        if !fits.iter().any(is_for) {
+            return Err(input!(
+                "index.json: no image for {platform}; --platform names another (there are: {})",
+                list(&all)
+            ));
+        }
+        fits.retain(is_for);
+        // Several variants of one architecture: the one that is meant where none is named.
+        let is_usual = |one: &&Descriptor| one.platform.as_ref().is_none_or(Platform::is_usual);
+        if fits.len() > 1 && fits.iter().any(is_usual) {
+            fits.retain(is_usual);
+        }
     }
     let [descriptor] = fits[..] else {
         return Err(input!(
-            "index.json: {} images fit{}; choose one with --ref, by tag or digest (there are: {})",
+            "index.json: {} images fit{}; choose one with --ref, by tag or digest, or with --platform (there are: {})",
             fits.len(),
             reference.map(|wanted| format!(" {wanted:?}")).unwrap_or_default(),
             list(&all)
@@ -103,7 +118,7 @@ pub(super) fn choose(
     let (path, digest) = blob_path(&descriptor.digest)?;
     let expect = Some((digest, descriptor.size));
     if descriptor.is_index() {
-        return choose(blobs, blobs.json(&path, expect, limits)?, below, limits, depth + 1);
+        return choose(blobs, blobs.json(&path, expect, limits)?, &below, limits, depth + 1);
     }
     blobs.json(&path, expect, limits)
 }

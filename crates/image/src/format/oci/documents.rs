@@ -3,6 +3,7 @@
 //! Only about forty fields are needed, so they are described here instead of by a crate for the whole specification.
 //! Unknown fields are ignored, as the specification asks.
 
+use super::platform::Platform;
 use crate::digest::Digest;
 use crate::error::{Result, input};
 use crate::run_config::RunConfig;
@@ -19,13 +20,6 @@ pub(super) struct Descriptor {
     #[serde(default)]
     pub(super) annotations: HashMap<String, String>,
     pub(super) platform: Option<Platform>,
-}
-
-#[derive(Deserialize)]
-pub(super) struct Platform {
-    pub(super) architecture: String,
-    pub(super) os: String,
-    pub(super) variant: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -54,6 +48,17 @@ pub(super) struct Configuration {
     pub(super) config: Option<RunSection>,
     #[serde(default)]
     pub(super) rootfs: RootFs,
+    os: Option<String>,
+    architecture: Option<String>,
+    variant: Option<String>,
+}
+
+impl Configuration {
+    /// What the image's programs run on, if it says so.
+    pub(super) fn platform(&self) -> Option<Platform> {
+        let part = |part: &Option<String>| part.clone().unwrap_or_default();
+        Platform::of_parts(&part(&self.os), &part(&self.architecture), &part(&self.variant))
+    }
 }
 
 #[derive(Deserialize, Default)]
@@ -88,6 +93,7 @@ pub(super) struct DockerManifest {
 
 /// How the image wants to be run.
 pub(super) fn run_config(configuration: Configuration) -> RunConfig {
+    let platform = configuration.platform().map(|platform| platform.to_string()).unwrap_or_default();
     let run = configuration.config.unwrap_or_default();
     RunConfig {
         env: run.env.unwrap_or_default(),
@@ -95,6 +101,7 @@ pub(super) fn run_config(configuration: Configuration) -> RunConfig {
         cmd: run.cmd.unwrap_or_default(),
         working_dir: run.working_dir.unwrap_or_default(),
         user: run.user.unwrap_or_default(),
+        platform,
     }
 }
 
@@ -117,15 +124,6 @@ pub(super) fn diff_ids(configuration: &Configuration, layers: usize) -> Result<V
         return Err(input!("the configuration names {} layers, the manifest {layers}", ids.len()));
     }
     ids.iter().map(|id| Digest::parse(id)).collect()
-}
-
-/// This machine's architecture, as images name it.
-pub(crate) fn architecture() -> &'static str {
-    match std::env::consts::ARCH {
-        "x86_64" => "amd64",
-        "aarch64" => "arm64",
-        other => other,
-    }
 }
 
 /// Parses any of the documents, for fuzzing.

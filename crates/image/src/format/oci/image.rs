@@ -1,7 +1,7 @@
 //! An image in any of the forms: whether there is one, and its layers.
 
 use super::blobs::{Blobs, Member, Range, each_member, index_archive};
-use super::choose::{best, choose, fit, list};
+use super::choose::{Wanted, best, choose, fit, list};
 use super::documents::{Configuration, DockerManifest, ManifestOrIndex, blob_path, diff_ids, run_config};
 use crate::config::Limits;
 use crate::digest::Digest;
@@ -93,14 +93,14 @@ pub(crate) struct Image {
 }
 
 impl Image {
-    /// Opens the image in `path`; `reference` chooses among several by tag or digest. Layers are read out of order, so a
+    /// Opens the image in `path` that is `wanted`. Layers are read out of order, so a
     /// packed archive or a pipe is first copied to the file that `spool` makes.
     ///
     /// # Errors
     /// Not an image, none or several that fit; documents that break the format or the limits.
     pub(crate) fn open(
         path: &Path,
-        reference: Option<&str>,
+        wanted: &Wanted,
         limits: Limits,
         spool: impl FnOnce() -> Result<File>,
     ) -> Result<Self> {
@@ -113,14 +113,14 @@ impl Image {
         };
         let is_docker =
             blobs.has_member("manifest.json") && !(blobs.has_member("oci-layout") && blobs.has_member("index.json"));
-        if is_docker { Self::docker(blobs, reference, limits) } else { Self::oci(blobs, reference, limits) }
+        if is_docker { Self::docker(blobs, wanted, limits) } else { Self::oci(blobs, wanted, limits) }
     }
 
-    fn oci(blobs: Blobs, reference: Option<&str>, limits: Limits) -> Result<Self> {
+    fn oci(blobs: Blobs, wanted: &Wanted, limits: Limits) -> Result<Self> {
         let manifest = if matches!(blobs, Blobs::Directory { layout: false, .. }) {
             match blobs.json("manifest.json", None, limits)? {
-                ManifestOrIndex::Index(index) => choose(&blobs, index, reference, limits, 0)?,
-                ManifestOrIndex::Manifest(_) if reference.is_some() => {
+                ManifestOrIndex::Index(index) => choose(&blobs, index, wanted, limits, 0)?,
+                ManifestOrIndex::Manifest(_) if wanted.reference.is_some() => {
                     return Err(input!("manifest.json: one image, without a name; leave --ref out"));
                 }
                 ManifestOrIndex::Manifest(manifest) => manifest,
@@ -132,12 +132,13 @@ impl Image {
                     "no OCI layout (oci-layout, index.json) nor docker-archive (manifest.json)".into(),
                 ));
             }
-            choose(&blobs, blobs.json("index.json", None, limits)?, reference, limits, 0)?
+            choose(&blobs, blobs.json("index.json", None, limits)?, wanted, limits, 0)?
         };
         check_layers(manifest.layers.len(), limits)?;
         let (config_path, config_digest) = blob_path(&manifest.config.digest)?;
         let expect = Some((config_digest, manifest.config.size));
         let configuration: Configuration = blobs.json(&config_path, expect, limits)?;
+        check_platform(&configuration, wanted)?;
         let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
         let mut layers = Vec::with_capacity(manifest.layers.len());
         for (index, layer) in manifest.layers.iter().enumerate() {
@@ -154,10 +155,10 @@ impl Image {
         Ok(Self { layers, packed_bytes, config: run_config(configuration), blobs })
     }
 
-    fn docker(blobs: Blobs, reference: Option<&str>, limits: Limits) -> Result<Self> {
+    fn docker(blobs: Blobs, wanted: &Wanted, limits: Limits) -> Result<Self> {
         let manifests: Vec<DockerManifest> = blobs.json("manifest.json", None, limits)?;
         let mut fits: Vec<&DockerManifest> = manifests.iter().collect();
-        if let Some(wanted) = reference {
+        if let Some(wanted) = wanted.reference.as_deref() {
             fits = best(fits, |one| one.repo_tags.iter().flatten().map(|tag| fit(tag, wanted)).max().unwrap_or(0));
         }
         let [manifest] = fits[..] else {
@@ -171,6 +172,7 @@ impl Image {
         };
         check_layers(manifest.layers.len(), limits)?;
         let configuration: Configuration = blobs.json(&manifest.config, None, limits)?;
+        check_platform(&configuration, wanted)?;
         let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
         let (mut layers, mut packed_bytes) = (Vec::with_capacity(manifest.layers.len()), 0);
         for (index, path) in manifest.layers.iter().enumerate() {
@@ -193,6 +195,16 @@ impl Image {
             }
             _ => Ok(reader),
         }
+    }
+}
+
+/// An index may say nothing of platforms, or something else than the image itself.
+fn check_platform(configuration: &Configuration, wanted: &Wanted) -> Result<()> {
+    match (configuration.platform(), &wanted.platform) {
+        (Some(have), Some(wanted)) if !have.fits(wanted) => {
+            Err(input!("the image is for {have}, not for {wanted}; without --platform it is taken all the same"))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -7,8 +7,10 @@ mod blobs;
 mod choose;
 mod documents;
 mod image;
+mod platform;
 
-pub(crate) use documents::architecture;
+pub use choose::Wanted;
 pub use documents::parse_document;
 pub use image::is_image;
 pub(crate) use image::{Image, Layer};
+pub use platform::Platform;
