@@ -30,6 +30,9 @@ impl Disk for Small {
     fn flush(&self) -> Result<(), i32> {
         Ok(())
     }
+    fn extent(&self, offset: u64) -> Result<(u64, bool), i32> {
+        Ok((offset / 512 * 512 + 512, offset / 512 % 2 == 0))
+    }
 }
 
 fuzz_target!(|data: &[u8]| {
@@ -38,11 +41,25 @@ fuzz_target!(|data: &[u8]| {
     let mut input = Vec::new();
     if mode % 2 == 0 {
         input.extend_from_slice(&3u32.to_be_bytes());
+        if mode % 4 == 0 {
+            // Structured replies, and which ranges are holes.
+            for (option, data) in [(8u32, &b""[..]), (10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation")] {
+                input.extend_from_slice(&pagefold_disk::nbd::wire::OPTION_MAGIC.to_be_bytes());
+                input.extend_from_slice(&option.to_be_bytes());
+                input.extend_from_slice(&(data.len() as u32).to_be_bytes());
+                input.extend_from_slice(data);
+            }
+        }
         input.extend_from_slice(&pagefold_disk::nbd::wire::OPTION_MAGIC.to_be_bytes());
         input.extend_from_slice(&1u32.to_be_bytes());
         input.extend_from_slice(&0u32.to_be_bytes());
     }
     input.extend_from_slice(data);
-    let _ =
-        serve_stream(&input[..], std::io::sink(), || vec![b"a".to_vec()], |_| Some(Small(Mutex::new(vec![0; 10_000]))), 0);
+    let _ = serve_stream(
+        &input[..],
+        std::io::sink(),
+        || vec![b"a".to_vec()],
+        |_| Some(Small(Mutex::new(vec![0; 10_000]))),
+        0,
+    );
 });

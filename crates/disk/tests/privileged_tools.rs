@@ -113,6 +113,17 @@ fn nbd_clients_read_write_and_flush() {
     data[1 << 20..(1 << 20) + (64 << 10)].fill(0);
     data[2 << 20..(2 << 20) + (64 << 10)].fill(0);
     assert!(std::fs::read(mount.dir().join("b.raw")).unwrap() == data);
+    // What was never written is not read: 20 GiB of nothing, 64 KiB of data, and nothing again.
+    let sparse = std::fs::File::create(mount.path("sparse.raw")).unwrap();
+    sparse.set_len(20 << 30).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&sparse, &[5; 64 << 10], 1 << 30).unwrap();
+    drop(sparse);
+    let map: serde_json::Value =
+        serde_json::from_str(&run("qemu-img", &["map", "-f", "raw", "--output=json", &url("sparse.raw")])).unwrap();
+    let found: Vec<_> =
+        map.as_array().unwrap().iter().map(|part| (part["length"].as_u64(), part["data"].as_bool())).collect();
+    let wanted = [(1 << 30, false), (64 << 10, true), ((19 << 30) - (64 << 10), false)];
+    assert_eq!(found, wanted.map(|(length, data)| (Some(length), Some(data))));
     std::fs::write(mount.base.path().join("outside"), &data).unwrap();
     std::os::unix::fs::symlink(mount.base.path(), mount.dir().join("link")).unwrap();
     for name in ["../outside", "link/outside"] {

@@ -1,10 +1,11 @@
-//! Serves NBD clients: the handshake, then requests, several of a connection concurrently.
+//! Serves NBD clients: after the handshake requests, several of a connection concurrently.
 
-use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, export_flag, option, reply};
+use super::answer::{HINT_BYTES_MAX, answer};
+use super::export::Disk;
+use super::handshake::{Terms, negotiate, protocol_error, read_array};
+use super::wire::{Command, DATA_BYTES_MAX, Request};
 use crate::control::accept_all;
 use crate::engine::{Engine, is_refusal};
-use crate::error::Error;
-use crate::geometry::BLOCK_BYTES;
 use crate::handle::Handle;
 use pagefold_os::sock::{PATH_BYTES_MAX, is_served};
 use parking_lot::{Condvar, Mutex};
@@ -29,66 +30,6 @@ const IN_FLIGHT_MAX: usize = 256 << 20;
 const IDLE_ALLOWANCE: usize = 2 << 20;
 /// How long the server waits for a client during the handshake, in total. After it a client may be idle for ever.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most bytes of a cache hint that are loaded.
-const HINT_BYTES_MAX: u32 = 1 << 20;
-
-/// An export. Errors are error numbers.
-pub trait Disk: Send + Sync {
-    /// Size in bytes.
-    fn size(&self) -> u64;
-    /// Whether writing is refused.
-    fn read_only(&self) -> bool;
-    /// Fills `buffer` from `offset`; the range lies inside the size.
-    ///
-    /// # Errors
-    /// An error number.
-    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), i32>;
-    /// Writes `data` at `offset`; the range lies inside the size.
-    ///
-    /// # Errors
-    /// An error number.
-    fn write(&self, offset: u64, data: &[u8]) -> Result<(), i32>;
-    /// Makes a range read as zeros; with `hole`, its disk space may be freed.
-    ///
-    /// # Errors
-    /// An error number.
-    fn zero(&self, offset: u64, length: u64, hole: bool) -> Result<(), i32>;
-    /// Makes earlier writes durable.
-    ///
-    /// # Errors
-    /// An error number.
-    fn flush(&self) -> Result<(), i32>;
-}
-
-impl Disk for Handle {
-    fn size(&self) -> u64 {
-        self.image().size()
-    }
-
-    fn read_only(&self) -> bool {
-        !self.writable()
-    }
-
-    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), i32> {
-        let count = Handle::read(self, offset, buffer).map_err(|error| error.errno())?;
-        // The image was cut after the client got its size: the missing bytes read as zeros.
-        buffer[count..].fill(0);
-        Ok(())
-    }
-
-    fn write(&self, offset: u64, data: &[u8]) -> Result<(), i32> {
-        Handle::write(self, offset, data).map_err(|error: Error| error.errno())
-    }
-
-    fn zero(&self, offset: u64, length: u64, hole: bool) -> Result<(), i32> {
-        let result = if hole { self.punch(offset, length) } else { Handle::zero(self, offset, length) };
-        result.map_err(|error| error.errno())
-    }
-
-    fn flush(&self) -> Result<(), i32> {
-        self.sync().map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))
-    }
-}
 
 /// Removes a socket at `path` that a dead process has left.
 fn remove_dead_socket(path: &Path) -> io::Result<()> {
@@ -264,10 +205,10 @@ fn serve_client<D: Disk>(
 ) -> io::Result<()> {
     let left = Cell::new(timeout);
     let limited = || LimitedStream { stream, left: &left };
-    let Some(disk) = negotiate(&mut limited(), &mut limited(), list, open)? else { return Ok(()) };
+    let Some((disk, terms)) = negotiate(&mut limited(), &mut limited(), list, open)? else { return Ok(()) };
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)?;
-    transmit(stream, stream, &disk, WORKERS, budget)
+    transmit(stream, stream, (&disk, terms), WORKERS, budget)
 }
 
 /// Serves one client until it disconnects: `list` names the exports, `open` opens one. With `workers` 0, or if no thread
@@ -283,104 +224,10 @@ pub fn serve_stream<D: Disk>(
     workers: usize,
 ) -> io::Result<()> {
     match negotiate(&mut reader, &mut writer, list, open)? {
-        Some(disk) => transmit(reader, writer, &disk, workers, &Budget::new(IN_FLIGHT_MAX, IDLE_ALLOWANCE)),
+        Some((disk, terms)) => {
+            transmit(reader, writer, (&disk, terms), workers, &Budget::new(IN_FLIGHT_MAX, IDLE_ALLOWANCE))
+        }
         None => Ok(()),
-    }
-}
-
-fn description(disk: &impl Disk) -> (u64, u16) {
-    let writing = if disk.read_only() {
-        export_flag::READ_ONLY
-    } else {
-        export_flag::FUA | export_flag::TRIM | export_flag::WRITE_ZEROES
-    };
-    let always = export_flag::HAS_FLAGS | export_flag::FLUSH | export_flag::MULTI_CONN | export_flag::CACHE;
-    (disk.size(), always | writing)
-}
-
-/// The handshake, up to the client's choice of an export. `None` if the client ended it.
-fn negotiate<D: Disk>(
-    reader: &mut impl Read,
-    writer: &mut impl Write,
-    list: impl Fn() -> Vec<Vec<u8>>,
-    open: impl Fn(&[u8]) -> Option<D>,
-) -> io::Result<Option<D>> {
-    let mut greeting = wire::MAGIC.to_be_bytes().to_vec();
-    greeting.extend_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
-    greeting.extend_from_slice(&(wire::FIXED_NEWSTYLE | wire::NO_ZEROES).to_be_bytes());
-    writer.write_all(&greeting)?;
-    let client_flags = wire::number(&read_array::<4>(reader)?);
-    if client_flags & !u64::from(wire::FIXED_NEWSTYLE | wire::NO_ZEROES) != 0 {
-        return Err(protocol_error("unknown client flags"));
-    }
-    let no_zeroes = client_flags & u64::from(wire::NO_ZEROES) != 0;
-    loop {
-        let head: [u8; 16] = read_array(reader)?;
-        if wire::number(&head[..8]) != wire::OPTION_MAGIC {
-            return Err(protocol_error("an option was expected"));
-        }
-        let (asked, length) = (wire::number(&head[8..12]) as u32, wire::number(&head[12..]) as u32);
-        if length > OPTION_BYTES_MAX {
-            // Skip the data, so that the client can read the reason.
-            io::copy(&mut reader.take(length.into()), &mut io::sink())?;
-            writer.write_all(&wire::option_reply(asked, reply::TOO_BIG, b""))?;
-            continue;
-        }
-        let mut data = vec![0; length as usize];
-        reader.read_exact(&mut data)?;
-        match asked {
-            option::EXPORT_NAME => {
-                let disk = open(&data).ok_or_else(|| protocol_error("no such export"))?;
-                let (size, flags) = description(&disk);
-                let mut out = size.to_be_bytes().to_vec();
-                out.extend_from_slice(&flags.to_be_bytes());
-                out.resize(out.len() + if no_zeroes { 0 } else { 124 }, 0);
-                writer.write_all(&out)?;
-                return Ok(Some(disk));
-            }
-            option::ABORT => {
-                writer.write_all(&wire::option_reply(asked, reply::ACK, b""))?;
-                return Ok(None);
-            }
-            option::LIST if length == 0 => {
-                for name in list() {
-                    let mut data = (name.len() as u32).to_be_bytes().to_vec();
-                    data.extend_from_slice(&name);
-                    writer.write_all(&wire::option_reply(asked, reply::SERVER, &data))?;
-                }
-                writer.write_all(&wire::option_reply(asked, reply::ACK, b""))?;
-            }
-            option::INFO | option::GO => {
-                let Some(name) = wire::chosen_name(&data) else {
-                    writer.write_all(&wire::option_reply(asked, reply::INVALID, b""))?;
-                    continue;
-                };
-                let Some(disk) = open(name) else {
-                    writer.write_all(&wire::option_reply(
-                        asked,
-                        reply::UNKNOWN,
-                        b"no such image, or it cannot be opened",
-                    ))?;
-                    continue;
-                };
-                let (size, flags) = description(&disk);
-                let mut export = 0u16.to_be_bytes().to_vec();
-                export.extend_from_slice(&size.to_be_bytes());
-                export.extend_from_slice(&flags.to_be_bytes());
-                writer.write_all(&wire::option_reply(asked, reply::INFO, &export))?;
-                let mut sizes = 3u16.to_be_bytes().to_vec();
-                for size in [1, BLOCK_BYTES as u32, DATA_BYTES_MAX] {
-                    sizes.extend_from_slice(&size.to_be_bytes());
-                }
-                writer.write_all(&wire::option_reply(asked, reply::INFO, &sizes))?;
-                writer.write_all(&wire::option_reply(asked, reply::ACK, b""))?;
-                if asked == option::GO {
-                    return Ok(Some(disk));
-                }
-            }
-            option::LIST => writer.write_all(&wire::option_reply(asked, reply::INVALID, b""))?,
-            _ => writer.write_all(&wire::option_reply(asked, reply::UNSUPPORTED, b""))?,
-        }
     }
 }
 
@@ -394,7 +241,7 @@ struct Job<'a> {
 fn transmit(
     mut reader: impl Read,
     writer: impl Write + Send,
-    disk: &impl Disk,
+    (disk, terms): (&impl Disk, Terms),
     workers: usize,
     budget: &Budget,
 ) -> io::Result<()> {
@@ -403,11 +250,11 @@ fn transmit(
     let (send, receive) = sync_channel::<Job<'_>>(workers);
     let receive = Mutex::new(receive);
     std::thread::scope(|scope| {
-        let spawn = || std::thread::Builder::new().spawn_scoped(scope, || run_worker(disk, &writer, &receive));
+        let spawn = || std::thread::Builder::new().spawn_scoped(scope, || run_worker(disk, terms, &writer, &receive));
         let spawned = (0..workers).filter(|_| spawn().is_ok()).count();
         if spawned == 0 {
             while let Some(job) = next_request(&mut reader, &connection)? {
-                answer(disk, &writer, job)?;
+                reply(disk, terms, &writer, job)?;
             }
             return Ok(());
         }
@@ -428,12 +275,12 @@ fn transmit(
     })
 }
 
-fn run_worker(disk: &impl Disk, writer: &Mutex<impl Write>, requests: &Mutex<Receiver<Job<'_>>>) {
+fn run_worker(disk: &impl Disk, terms: Terms, writer: &Mutex<impl Write>, requests: &Mutex<Receiver<Job<'_>>>) {
     loop {
         let next = requests.lock().recv();
         let Ok(job) = next else { return };
         // If a reply cannot be sent, the reading thread meets the same broken connection and ends it.
-        let _ = answer(disk, writer, job);
+        let _ = reply(disk, terms, writer, job);
     }
 }
 
@@ -463,19 +310,13 @@ fn next_request<'a>(reader: &mut impl Read, connection: &'a ConnectionBudget<'a>
     Ok(Some(Job { request, data, budget }))
 }
 
-fn answer(disk: &impl Disk, writer: &Mutex<impl Write>, job: Job<'_>) -> io::Result<()> {
+fn reply(disk: &impl Disk, terms: Terms, writer: &Mutex<impl Write>, job: Job<'_>) -> io::Result<()> {
     let Job { request, data, budget } = job;
-    let mut out = Vec::new();
-    let result = perform(disk, &request, &data, &mut out);
-    let head = wire::reply_head(request.cookie, result.map_or_else(wire::error_code, |()| 0));
-    if result.is_err() {
-        out = Vec::new();
-    }
+    let out = answer(disk, terms, &request, &data);
     // While a slow client reads the reply, only the reply's memory is kept.
     drop(data);
-    let budget = (!out.is_empty()).then_some(budget);
+    let budget = (request.command == Command::Read).then_some(budget);
     let mut writer = writer.lock();
-    writer.write_all(&head)?;
     writer.write_all(&out)?;
     writer.flush()?;
     drop(writer);
@@ -484,48 +325,9 @@ fn answer(disk: &impl Disk, writer: &Mutex<impl Write>, job: Job<'_>) -> io::Res
     Ok(())
 }
 
-fn perform(disk: &impl Disk, request: &Request, data: &[u8], out: &mut Vec<u8>) -> Result<(), i32> {
-    let (offset, length) = (request.offset, u64::from(request.length));
-    let changes = matches!(request.command, Command::Write | Command::Trim | Command::WriteZeroes);
-    if changes && disk.read_only() {
-        return Err(libc::EPERM);
-    }
-    let inside = offset.checked_add(length).is_some_and(|end| end <= disk.size());
-    if !inside && request.command != Command::Flush {
-        return Err(if changes { libc::ENOSPC } else { libc::EINVAL });
-    }
-    match request.command {
-        Command::Read if request.length > DATA_BYTES_MAX => return Err(libc::EINVAL),
-        Command::Read => {
-            out.resize(length as usize, 0);
-            disk.read(offset, out)?;
-        }
-        Command::Write => disk.write(offset, data)?,
-        Command::Trim => disk.zero(offset, length, true)?,
-        Command::WriteZeroes => disk.zero(offset, length, !request.no_hole)?,
-        Command::Flush => disk.flush()?,
-        Command::Cache => {
-            // This is a hint, so a part of bounded size is enough.
-            let mut buffer = vec![0; request.length.min(HINT_BYTES_MAX) as usize];
-            disk.read(offset, &mut buffer)?;
-        }
-        Command::Disconnect | Command::Unknown => return Err(libc::EINVAL),
-    }
-    if changes && request.fua { disk.flush() } else { Ok(()) }
-}
-
-fn read_array<const COUNT: usize>(reader: &mut impl Read) -> io::Result<[u8; COUNT]> {
-    let mut bytes = [0; COUNT];
-    reader.read_exact(&mut bytes)?;
-    Ok(bytes)
-}
-
-fn protocol_error(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::wire::{self, chunk, option};
     use super::*;
 
     struct Plain(Mutex<Vec<u8>>);
@@ -552,6 +354,13 @@ mod tests {
         }
         fn flush(&self) -> Result<(), i32> {
             Err(libc::ENOSPC)
+        }
+        /// Zeros are holes.
+        fn extent(&self, offset: u64) -> Result<(u64, bool), i32> {
+            let data = self.0.lock();
+            let rest = &data[offset as usize..];
+            let length = rest.iter().take_while(|byte| (**byte == 0) == (rest[0] == 0)).count();
+            Ok((offset + length as u64, rest[0] == 0))
         }
     }
 
@@ -601,6 +410,98 @@ mod tests {
         assert_eq!(replies, expected, "the flush and the FUA write report the disk's error");
     }
 
+    fn asked(option: u32, data: &[u8]) -> Vec<u8> {
+        let mut out = wire::OPTION_MAGIC.to_be_bytes().to_vec();
+        out.extend_from_slice(&option.to_be_bytes());
+        out.extend_from_slice(&(data.len() as u32).to_be_bytes());
+        out.extend_from_slice(data);
+        out
+    }
+
+    /// The data of an option about metadata of the default export.
+    fn queries(texts: &[&[u8]]) -> Vec<u8> {
+        let mut out = [&[0; 4][..], &(texts.len() as u32).to_be_bytes()].concat();
+        for text in texts {
+            out.extend_from_slice(&(text.len() as u32).to_be_bytes());
+            out.extend_from_slice(text);
+        }
+        out
+    }
+
+    /// What a server says to options and requests, its greeting left out.
+    fn converse(disk: &Arc<Plain>, parts: &[Vec<u8>]) -> Vec<u8> {
+        let input = [&3u32.to_be_bytes()[..], &parts.concat()].concat();
+        let mut output = Vec::new();
+        serve_stream(&input[..], &mut output, Vec::new, |name| name.is_empty().then(|| disk.clone()), 0).unwrap();
+        output.split_off(18)
+    }
+
+    #[test]
+    fn a_client_that_asks_is_told_of_holes() {
+        let disk = Arc::new(Plain(Mutex::new([vec![0; 10], vec![1; 5], vec![0; 85]].concat())));
+        let name = b"base:allocation";
+        let said = converse(
+            &disk,
+            &[
+                asked(option::SET_META_CONTEXT, &queries(&[name])),
+                asked(option::STRUCTURED_REPLY, b""),
+                asked(option::LIST_META_CONTEXT, &queries(&[])),
+                asked(option::SET_META_CONTEXT, &queries(&[b"other:x", name])),
+                asked(option::EXPORT_NAME, b""),
+                request(7, 0, 2, 50, b""),
+                request(7, 8, 12, 50, b""),
+                request(7, 0, 99, 2, b""),
+                request(7, 0, 5, 0, b""),
+                request(0, 0, 9, 3, b""),
+                request(0, 0, 99, 3, b""),
+                request(3, 0, 0, 0, b""),
+            ],
+        );
+        let number = |number: u32| number.to_be_bytes().to_vec();
+        let mut wanted = wire::option_reply(option::SET_META_CONTEXT, wire::reply::INVALID, b"");
+        wanted.extend(wire::option_reply(option::STRUCTURED_REPLY, wire::reply::ACK, b""));
+        for (asked, id) in [(option::LIST_META_CONTEXT, 0), (option::SET_META_CONTEXT, 1)] {
+            wanted.extend(wire::option_reply(asked, wire::reply::META_CONTEXT, &[&number(id)[..], name].concat()));
+            wanted.extend(wire::option_reply(asked, wire::reply::ACK, b""));
+        }
+        wanted.extend([&100u64.to_be_bytes()[..], &0x05ed_u16.to_be_bytes()].concat());
+        let holes = |list: &[u32]| {
+            let payload: Vec<u8> = list.iter().flat_map(|&value| number(value)).collect();
+            wire::chunk(77, true, chunk::BLOCK_STATUS, &[&payload])
+        };
+        let error = || wire::chunk(77, true, chunk::ERROR, &[&number(22), &[0; 2]]);
+        wanted.extend(holes(&[1, 8, 3, 5, 0, 37, 3]));
+        wanted.extend(holes(&[1, 3, 0]));
+        wanted.extend(error());
+        wanted.extend(error());
+        wanted.extend(wire::chunk(77, true, chunk::DATA, &[&9u64.to_be_bytes(), b"\0\x01\x01"]));
+        wanted.extend(error());
+        wanted.extend(wire::reply_head(77, 28));
+        assert_eq!(said, wanted);
+    }
+
+    #[test]
+    fn holes_are_told_only_of_the_export_that_was_agreed_on() {
+        let disk = Arc::new(Plain(Mutex::new(vec![0; 100])));
+        for options in [
+            vec![asked(option::STRUCTURED_REPLY, b"")],
+            vec![
+                asked(option::STRUCTURED_REPLY, b""),
+                asked(option::SET_META_CONTEXT, &queries(&[b"base:allocation"])),
+                asked(option::SET_META_CONTEXT, &queries(&[b"base:"])),
+            ],
+            // Another export, which there is not.
+            vec![
+                asked(option::STRUCTURED_REPLY, b""),
+                asked(option::SET_META_CONTEXT, b"\0\0\0\x01x\0\0\0\x01\0\0\0\x0fbase:allocation"),
+            ],
+        ] {
+            let parts = [options, vec![asked(option::EXPORT_NAME, b""), request(7, 0, 0, 50, b"")]].concat();
+            let refused = wire::chunk(77, true, chunk::ERROR, &[&22u32.to_be_bytes(), &[0; 2]]);
+            assert!(converse(&disk, &parts).ends_with(&refused));
+        }
+    }
+
     #[test]
     fn zeros_are_a_hole_unless_the_client_wants_none() {
         let disk = Arc::new(Plain(Mutex::new(vec![1; 6])));
@@ -643,6 +544,9 @@ mod tests {
         }
         fn flush(&self) -> Result<(), i32> {
             self.0.flush()
+        }
+        fn extent(&self, offset: u64) -> Result<(u64, bool), i32> {
+            self.0.extent(offset)
         }
     }
 

@@ -10,6 +10,8 @@ pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
 /// Starts every reply.
 pub const REPLY_MAGIC: u32 = 0x6744_6698;
+/// Starts every chunk of a reply.
+pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
 
 /// Longest data of a read or write: QEMU's limit, which is announced to every client.
 pub const DATA_BYTES_MAX: u32 = 32 << 20;
@@ -35,6 +37,8 @@ pub mod export_flag {
     pub const TRIM: u16 = 1 << 5;
     /// Write zeroes.
     pub const WRITE_ZEROES: u16 = 1 << 6;
+    /// A read may be answered as a whole, on request.
+    pub const DONT_FRAGMENT: u16 = 1 << 7;
     /// A flush on one connection covers all of them.
     pub const MULTI_CONN: u16 = 1 << 8;
     /// Read ahead on request.
@@ -53,6 +57,12 @@ pub mod option {
     pub const INFO: u32 = 6;
     /// Describe an export and choose it.
     pub const GO: u32 = 7;
+    /// Answer reads in chunks.
+    pub const STRUCTURED_REPLY: u32 = 8;
+    /// List kinds of metadata.
+    pub const LIST_META_CONTEXT: u32 = 9;
+    /// Choose kinds of metadata.
+    pub const SET_META_CONTEXT: u32 = 10;
 }
 
 /// Kinds of replies to options.
@@ -63,6 +73,8 @@ pub mod reply {
     pub const SERVER: u32 = 2;
     /// Part of a description.
     pub const INFO: u32 = 3;
+    /// A kind of metadata.
+    pub const META_CONTEXT: u32 = 4;
     /// The server does not support the option.
     pub const UNSUPPORTED: u32 = (1 << 31) + 1;
     /// The option's data is invalid.
@@ -72,6 +84,23 @@ pub mod reply {
     /// Too long.
     pub const TOO_BIG: u32 = (1 << 31) + 9;
 }
+
+/// Kinds of chunks.
+pub mod chunk {
+    /// An offset, and data from there on.
+    pub const DATA: u16 = 1;
+    /// The state of ranges.
+    pub const BLOCK_STATUS: u16 = 5;
+    /// An error.
+    pub const ERROR: u16 = (1 << 15) + 1;
+}
+
+/// The number under which `base:allocation` is served.
+pub const ALLOCATION_ID: u32 = 1;
+/// State of a range: it takes no space.
+pub const HOLE: u32 = 1;
+/// State of a range: it reads as zeros.
+pub const ZERO: u32 = 2;
 
 /// The command of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,6 +119,8 @@ pub enum Command {
     Cache,
     /// Make a range zeros.
     WriteZeroes,
+    /// Tell which ranges are holes.
+    BlockStatus,
     /// Any other command.
     Unknown,
 }
@@ -103,6 +134,8 @@ pub struct Request {
     pub fua: bool,
     /// Write zeros without a hole: disk space stays reserved.
     pub no_hole: bool,
+    /// Tell the state of one range only.
+    pub one: bool,
     /// Identifies the request in its reply.
     pub cookie: u64,
     /// First byte.
@@ -128,6 +161,7 @@ impl Request {
             4 => Command::Trim,
             5 => Command::Cache,
             6 => Command::WriteZeroes,
+            7 => Command::BlockStatus,
             _ => Command::Unknown,
         };
         let flags = number(&bytes[4..6]);
@@ -135,6 +169,7 @@ impl Request {
             command,
             fua: flags & 1 != 0,
             no_hole: flags & 2 != 0,
+            one: flags & 8 != 0,
             cookie: number(&bytes[8..16]),
             offset: number(&bytes[16..24]),
             length: number(&bytes[24..28]) as u32,
@@ -156,6 +191,23 @@ pub fn reply_head(cookie: u64, error: u32) -> [u8; 16] {
     head
 }
 
+/// The head of a chunk with `length` bytes behind it.
+pub fn chunk_head(cookie: u64, is_last: bool, kind: u16, length: u32) -> [u8; 20] {
+    let mut head = [0; 20];
+    head[..4].copy_from_slice(&CHUNK_MAGIC.to_be_bytes());
+    head[4..6].copy_from_slice(&u16::from(is_last).to_be_bytes());
+    head[6..8].copy_from_slice(&kind.to_be_bytes());
+    head[8..16].copy_from_slice(&cookie.to_be_bytes());
+    head[16..].copy_from_slice(&length.to_be_bytes());
+    head
+}
+
+/// A chunk of a reply.
+pub fn chunk(cookie: u64, is_last: bool, kind: u16, parts: &[&[u8]]) -> Vec<u8> {
+    let length = parts.iter().map(|part| part.len() as u32).sum();
+    [&chunk_head(cookie, is_last, kind, length)[..], &parts.concat()].concat()
+}
+
 /// A reply to an option.
 pub fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     let mut out = OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
@@ -173,6 +225,26 @@ pub fn chosen_name(data: &[u8]) -> Option<&[u8]> {
     let rest = &data[4 + length..];
     let count = number(rest.get(..2)?) as usize;
     (rest.len() == 2 + 2 * count).then_some(name)
+}
+
+/// The export and the queries in the data of an option about metadata; `None` if the lengths do not fit.
+pub fn metadata_queries(data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
+    let text = |data: &'_ [u8]| -> Option<(usize, usize)> {
+        let length = usize::try_from(number(data.get(..4)?)).ok()?;
+        let end = 4usize.checked_add(length)?;
+        data.get(4..end).map(|_| (4, end))
+    };
+    let (begin, end) = text(data)?;
+    let (export, mut rest) = (&data[begin..end], &data[end..]);
+    let count = number(rest.get(..4)?);
+    rest = &rest[4..];
+    let mut queries = Vec::new();
+    for _ in 0..count {
+        let (begin, end) = text(rest)?;
+        queries.push(&rest[begin..end]);
+        rest = &rest[end..];
+    }
+    rest.is_empty().then_some((export, queries))
 }
 
 /// The NBD error for an error number; the protocol defines few.
@@ -202,13 +274,30 @@ mod tests {
         bytes[15] = 7;
         bytes[22] = 2;
         bytes[26] = 16;
-        let expected =
-            Request { command: Command::Write, fua: true, no_hole: false, cookie: 7, offset: 512, length: 4096 };
+        let expected = Request {
+            command: Command::Write,
+            fua: true,
+            no_hole: false,
+            one: false,
+            cookie: 7,
+            offset: 512,
+            length: 4096,
+        };
         assert_eq!(Request::parse(&bytes), Some(expected));
         bytes[5] = 2;
         assert_eq!(Request::parse(&bytes), Some(Request { fua: false, no_hole: true, ..expected }));
         bytes[0] = 0;
         assert_eq!(Request::parse(&bytes), None);
+    }
+
+    #[test]
+    fn queries_are_accepted_only_if_their_lengths_fit() {
+        let good = b"\0\0\0\x01a\0\0\0\x02\0\0\0\x02xy\0\0\0\0";
+        assert_eq!(metadata_queries(good), Some((&b"a"[..], vec![&b"xy"[..], b""])));
+        assert_eq!(metadata_queries(b"\0\0\0\0\0\0\0\0"), Some((&b""[..], vec![])));
+        (0..good.len()).for_each(|length| assert_eq!(metadata_queries(&good[..length]), None, "{length}"));
+        assert_eq!(metadata_queries(b"\0\0\0\x01a\0\0\0\0more"), None);
+        assert_eq!(metadata_queries(b"\xff\xff\xff\xffa\0\0\0\0"), None);
     }
 
     #[test]
