@@ -285,7 +285,7 @@ fn a_browser_shows_the_clients_of_a_real_daemon() {
     wait("graphs", || {
         let graphs = browser.evaluate(points);
         graphs.as_array().is_some_and(|graphs| {
-            graphs.len() == 4 && graphs.iter().all(|graph| graph.as_array().is_some_and(|points| points.len() >= 4))
+            graphs.len() == 7 && graphs.iter().all(|graph| graph.as_array().is_some_and(|points| points.len() >= 4))
         })
     });
     let graphs = browser.evaluate(points);
@@ -300,6 +300,22 @@ fn a_browser_shows_the_clients_of_a_real_daemon() {
                 .flatMap((path) => (path.getAttribute('d') || '').slice(1).split('L').map((p) => Number(p.split(',')[1])));\
                 return Math.max(...all) - Math.min(...all); })()";
     wait("a saving", || browser.evaluate(rise).as_f64().is_some_and(|rise| rise > 1.0));
+
+    // The value under the pointer, while it is there.
+    let output = "document.querySelector('#graph-available output').textContent";
+    let point = |kind: &str| {
+        format!(
+            "(() => {{ const svg = document.querySelector('#graph-available svg'), box = svg.getBoundingClientRect();\
+             svg.dispatchEvent(new PointerEvent('{kind}', {{ clientX: box.left + box.width / 2 }})); }})()"
+        )
+    };
+    let has_time = |text: &serde_json::Value| text.as_str().is_some_and(|text| text.contains(" at ") && text.contains(':'));
+    browser.evaluate(&point("pointermove"));
+    assert!(has_time(&browser.evaluate(output)), "{}", browser.evaluate(output));
+    browser.evaluate(&point("pointerleave"));
+    assert!(!has_time(&browser.evaluate(output)), "{}", browser.evaluate(output));
+    let host = pagefold_os::probe::host_name();
+    assert_eq!(browser.evaluate("document.title"), format!("{host}: pagefold"));
 
     // Only one domain, then all again.
     let names = "[...document.querySelectorAll('#clients tbody tr')].map((row) => row.cells[2].textContent).sort()";

@@ -2,7 +2,7 @@
 
 use crate::daemon_client;
 use crate::error::Error;
-use crate::top::{Act, Disk, Host, Images, Order, Sample, View, screen};
+use crate::top::{Act, Disk, Images, Order, Sample, View, screen};
 use crate::{remote_status, units};
 use crossterm::event::{self, Event, KeyEventKind};
 use pagefold_daemon::cold::ClientSelector;
@@ -166,11 +166,6 @@ fn outcome(order: Order, answer: std::io::Result<Answer>) -> String {
     }
 }
 
-fn host() -> Host {
-    let (available_bytes, memory_bytes) = pagefold_os::procfs::available_and_total();
-    Host { name: pagefold_os::probe::host_name(), available_bytes, memory_bytes }
-}
-
 /// Samples on a thread of its own: a daemon that does not answer must not keep the keys from working.
 fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
     let (sender, receiver) = sync_channel(1);
@@ -204,7 +199,7 @@ fn take_sample(socket: &Path, started: Instant) -> Sample {
         // The cure first: the line may be cut.
         Err(error) => (None, Some(format!("no daemon; `pagefold run` starts one ({}: {error})", socket.display()))),
     };
-    Sample { at: started.elapsed(), status, trouble, disks: disks(), host: host(), ..Sample::default() }
+    Sample { at: started.elapsed(), status, trouble, disks: disks(), ..Sample::default() }
 }
 
 /// The mounts of this user that answer.

@@ -29,15 +29,6 @@ pub struct Sample {
     pub disks: Vec<Disk>,
     /// Stores of image trees.
     pub images: Vec<Images>,
-    pub host: Host,
-}
-
-/// The machine.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Host {
-    pub name: String,
-    pub available_bytes: u64,
-    pub memory_bytes: u64,
 }
 
 impl Sample {

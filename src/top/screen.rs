@@ -2,12 +2,12 @@
 //!
 //! Made for 80 columns and 24 lines; smaller screens lose the graphs first, then the reasons, never the keys.
 
-use super::{Host, MountPoint, Order, Pane, View, sum};
+use super::{MountPoint, Order, Pane, View, sum};
 use crate::output::shorten;
 use crate::units::{show_count, show_counted, show_duration, show_percent, show_size, show_size_signed};
 use pagefold_daemon::cold::ColdDomain;
 use pagefold_daemon::history::Point;
-use pagefold_daemon::status::Client;
+use pagefold_daemon::status::{Client, Host};
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -120,7 +120,7 @@ fn head_lines(view: &View, palette: Palette, width: u16) -> Vec<Line<'static>> {
     ]);
     // The machine, as much of it as fits at the right.
     let room = usize::from(width).saturating_sub(first.width() + 2);
-    if let Some(text) = host_texts(&view.sample().host).into_iter().find(|text| text.chars().count() <= room) {
+    if let Some(text) = host_texts(&status.host).into_iter().find(|text| text.chars().count() <= room) {
         first.push_span(Span::styled(format!("  {text:>room$}"), palette.dim()));
     }
     let second = format!(
@@ -658,6 +658,7 @@ mod tests {
                         ..Totals::default()
                     },
                     domains: vec![domain("alice"), domain("bob")],
+                    host: Host { name: "vm-17".into(), available_bytes: 1 << 30, memory_bytes: 4 << 30 },
                     clients: (1..=30).map(client).collect(),
                     cold: ColdStatus {
                         domains: vec![ColdDomain {
@@ -682,7 +683,6 @@ mod tests {
                 }),
                 disks: vec![Disk { name: "/mnt".into(), saved_bytes: 5 << 20, hits: 3, misses: 1, ..Disk::default() }],
                 images: vec![Images { name: "/var/lib/images".into(), mounts: 2, ..Images::default() }],
-                host: Host { name: "vm-17".into(), available_bytes: 1 << 30, memory_bytes: 4 << 30 },
                 ..Sample::default()
             });
         }

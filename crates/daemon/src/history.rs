@@ -34,6 +34,8 @@ pub struct Point {
     pub merged: f64,
     /// Merged pages written again.
     pub cow_breaks: f64,
+    /// Memory of the machine that the kernel could give to programs.
+    pub available_bytes: f64,
 }
 
 impl Point {
@@ -46,6 +48,7 @@ impl Point {
             faults: self.faults + other.faults,
             merged: self.merged + other.merged,
             cow_breaks: self.cow_breaks + other.cow_breaks,
+            available_bytes: self.available_bytes + other.available_bytes,
         }
     }
 
@@ -58,6 +61,7 @@ impl Point {
             faults: self.faults / count,
             merged: self.merged / count,
             cow_breaks: self.cow_breaks / count,
+            available_bytes: self.available_bytes / count,
         }
     }
 }
@@ -67,6 +71,7 @@ impl Point {
 struct Counters {
     saved_bytes: f64,
     cold_bytes: f64,
+    available_bytes: f64,
     cpu_ns: u64,
     faults: u64,
     merged: u64,
@@ -99,6 +104,7 @@ impl Series {
             faults: rate(|c| c.faults),
             merged: rate(|c| c.merged),
             cow_breaks: rate(|c| c.cow_breaks),
+            available_bytes: now.available_bytes,
         };
         put(&mut self.fine, point, FINE_POINTS_MAX);
         if self.minute_points > 0.0 && (time / COARSE_SECONDS).floor() > (self.minute.time / COARSE_SECONDS).floor() {
@@ -128,6 +134,7 @@ pub struct Columns {
     faults: Vec<f64>,
     merged: Vec<f64>,
     cow_breaks: Vec<f64>,
+    available_bytes: Vec<f64>,
 }
 
 impl Columns {
@@ -142,6 +149,7 @@ impl Columns {
             columns.faults.push(short(point.faults));
             columns.merged.push(short(point.merged));
             columns.cow_breaks.push(short(point.cow_breaks));
+            columns.available_bytes.push(point.available_bytes.round());
         }
         columns
     }
@@ -171,6 +179,7 @@ impl History {
         let mut now: BTreeMap<&str, Counters> = BTreeMap::new();
         let mut sum = Counters {
             saved_bytes: status.saved_bytes(None) as f64,
+            available_bytes: status.host.available_bytes as f64,
             cpu_ns: status.totals.cpu_ns,
             merged: status.totals.pages_merged + status.totals.pages_zeroed,
             cow_breaks: status.totals.cow_breaks,
@@ -202,6 +211,7 @@ impl History {
         self.domains.retain(|name, _| now.contains_key(name.as_str()));
         for (name, mut counters) in now {
             counters.saved_bytes = status.saved_bytes(Some(name)) as f64;
+            counters.available_bytes = status.host.available_bytes as f64;
             if !self.domains.contains_key(name) && self.domains.len() >= DOMAINS_MAX {
                 continue;
             }

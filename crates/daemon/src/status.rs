@@ -108,6 +108,26 @@ pub struct UnmanagedProcess {
     pub reason: String,
 }
 
+/// The machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Host {
+    /// Its name.
+    pub name: String,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Of those: what the kernel could give to programs without swapping (MemAvailable).
+    pub available_bytes: u64,
+}
+
+impl Host {
+    /// This machine, now.
+    pub(crate) fn here() -> Host {
+        let (available_bytes, memory_bytes) = pagefold_os::procfs::available_and_total();
+        Host { name: pagefold_os::probe::host_name(), memory_bytes, available_bytes }
+    }
+}
+
 /// Everything.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -126,6 +146,8 @@ pub struct Status {
     pub scan_interval_s: f64,
     /// Resident bytes of the daemon.
     pub resident_bytes: u64,
+    /// The machine.
+    pub host: Host,
     /// Sums.
     pub totals: Totals,
     /// Domains.

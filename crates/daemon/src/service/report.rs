@@ -87,6 +87,7 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
         workers: daemon.config.workers,
         scan_interval_s: daemon.config.period.as_secs_f64(),
         resident_bytes,
+        host: crate::status::Host::here(),
         totals,
         domains: stats.into_iter().map(|(_, domain)| domain).collect(),
         clients,
