@@ -58,7 +58,11 @@ fn the_next_daemon_counts_and_shares_what_is_merged() {
     wait_merged(&daemon, 2 * PAGES);
     // Some pages are written: they are the clients' own now, and their slots dead.
     clients.iter_mut().for_each(|client| _ = client.check("write"));
-    wait_merged(&daemon, 2 * PAGES);
+    // The daemon does not know of the writes at once: what lies in the pool the kernel tells.
+    wait_for("all to be merged again", 120, || {
+        let shown: usize = clients.iter_mut().map(|client| client.check("check")).sum();
+        shown as i64 == 2 * PAGES && merged(&daemon).0 == 2 * PAGES
+    });
     let before = merged(&daemon);
     daemon.tool_path = TOOL.into();
     daemon.replace();
