@@ -630,7 +630,7 @@ mod tests {
             ("[daemon]\nrefault_budget = 99", "f:2: daemon.refault_budget: `99`: "),
             ("[park]\npark_idle = \"5m\"", "f:2: park.park_idle: unknown key; [park] has idle, reserve, within"),
             ("[daemon]\npark_idle = \"5m\"", "f:2: daemon.park_idle: unknown key"),
-            ("[park]\nidle = \"0s\"", "f:2: park.idle: `0s`: takes at least 1000ms, or never"),
+            ("[park]\nidle = \"0s\"", "f:2: park.idle: `0s`: takes at least 100ms, or never"),
             ("[park]\nwithin = \"soon\"", "f:2: park.within: `soon`: `soon` is no time"),
             ("[daemon]\nno_keeper = true", "f:2: daemon.no_keeper: unknown key"),
             ("[daemon]\nconfig = \"x\"", "f:2: daemon.config: unknown key"),

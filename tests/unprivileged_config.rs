@@ -281,5 +281,5 @@ fn a_park_policy_that_contradicts_itself_is_one_line() {
     write(&file, "[park]\nwithin = \"10s\"\n");
     refused(&daemon(&[]), 1, "pagefold: --park-within needs --park-idle");
     write(&file, "[park]\nidle = \"0s\"\n");
-    refused(&daemon(&[]), 1, &format!("pagefold: {}:2: park.idle: `0s`: takes at least 1000ms", file.display()));
+    refused(&daemon(&[]), 1, &format!("pagefold: {}:2: park.idle: `0s`: takes at least 100ms", file.display()));
 }
