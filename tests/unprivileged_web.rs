@@ -309,7 +309,8 @@ fn a_browser_shows_the_clients_of_a_real_daemon() {
              svg.dispatchEvent(new PointerEvent('{kind}', {{ clientX: box.left + box.width / 2 }})); }})()"
         )
     };
-    let has_time = |text: &serde_json::Value| text.as_str().is_some_and(|text| text.contains(" at ") && text.contains(':'));
+    let has_time =
+        |text: &serde_json::Value| text.as_str().is_some_and(|text| text.contains(" at ") && text.contains(':'));
     browser.evaluate(&point("pointermove"));
     assert!(has_time(&browser.evaluate(output)), "{}", browser.evaluate(output));
     browser.evaluate(&point("pointerleave"));

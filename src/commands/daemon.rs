@@ -183,11 +183,19 @@ fn park_within(text: &str) -> Result<Setting<Duration>, String> {
 }
 
 fn reserve(text: &str) -> Result<Setting<u64>, String> {
-    let (_, total) = procfs::available_and_total();
-    unless("none", text, |text| match args::at_least(1 << 20, text)? {
-        size if size > total => Err(format!("is more than this machine's memory, {}", units::show_size(total))),
-        size => Ok(size),
-    })
+    unless("none", text, |text| args::at_least(1 << 20, text))
+}
+
+/// The bytes to keep available on a machine with `total` bytes of memory.
+fn reserve_bytes(reserve: Option<u64>, total: u64) -> Result<u64, String> {
+    match reserve {
+        Some(size) if size > total => Err(format!(
+            "--reserve {} is more than this machine's memory, {}: set it to less",
+            units::show_size(size),
+            units::show_size(total)
+        )),
+        size => Ok(size.unwrap_or(0)),
+    }
 }
 
 /// The policy that parks idle clients; `None` if there is none.
@@ -243,6 +251,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     }
     let park = park_policy(args.park_idle.0, args.park_within.0)?;
     let (_, total) = procfs::available_and_total();
+    let reserve_bytes = reserve_bytes(args.reserve.0, total)?;
     let socket = daemon_client::socket(args.socket.as_deref())?;
     let program = std::env::current_exe()?.into_os_string();
     // A daemon that a keeper started has inherited SIG_IGN for SIGCHLD.
@@ -266,7 +275,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         workers: args.workers.0.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get().min(8))),
         period: args.scan_interval,
         pool_max_bytes: args.pool_max.0.unwrap_or(total / 2),
-        reserve_bytes: args.reserve.0.unwrap_or(0),
+        reserve_bytes,
         vma_budget: args.vma_budget.0.unwrap_or_else(|| (procfs::mappings_max() / 4).min(VMA_BUDGET_MAX)),
         idle_priority: args.priority == Priority::Idle,
         idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
@@ -285,7 +294,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             tick: args.cold_scan_interval,
             idle_min: args.cold_idle,
             park,
-            reserve_bytes: args.reserve.0.unwrap_or(0),
+            reserve_bytes,
             automatic: args.cold_policy == ColdPolicy::Auto,
             keeper: (!args.no_keeper).then(|| vec![program, "keeper".into()]),
             successor: successor.clone(),
@@ -373,7 +382,7 @@ fn more_metrics(out: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use super::{park_idle, park_policy, park_within, reserve, service_of};
+    use super::{park_idle, park_policy, park_within, reserve, reserve_bytes, service_of};
     use std::time::Duration;
 
     #[test]
@@ -392,7 +401,9 @@ mod tests {
             assert!(wrong.ends_with(", or never") && wrong.lines().count() == 1, "{nonsense}: {wrong}");
         }
         assert!(reserve("0").is_err() && reserve("2 TB or so").is_err() && reserve("none").is_ok());
-        assert!(reserve("7EiB").unwrap_err().starts_with("is more than this machine's memory, "));
+        let wrong = reserve_bytes(Some(9 << 30), 8 << 30).unwrap_err();
+        assert_eq!(wrong, "--reserve 9.00 GiB is more than this machine's memory, 8.00 GiB: set it to less");
+        assert_eq!((reserve_bytes(Some(8 << 30), 8 << 30), reserve_bytes(None, 0)), (Ok(8 << 30), Ok(0)));
         assert!(park_within("0").is_err() && park_within("9ms").is_err() && park_within("10ms").is_ok());
     }
 
