@@ -16,12 +16,8 @@ const EXTENTS_MAX: usize = 1024;
 pub(super) fn answer(disk: &impl Disk, terms: Terms, request: &Request, data: &[u8]) -> Vec<u8> {
     let is_chunked = terms.structured && matches!(request.command, Command::Read | Command::BlockStatus);
     match perform(disk, terms, request, data) {
-        Ok(out) if is_chunked => out,
-        Ok(out) => {
-            let mut all = wire::reply_head(request.cookie, 0).to_vec();
-            all.extend_from_slice(&out);
-            all
-        }
+        Ok(out) if out.is_empty() => wire::reply_head(request.cookie, 0).to_vec(),
+        Ok(out) => out,
         Err(errno) if is_chunked => {
             // An error and a message of no length.
             let payload = [&wire::error_code(errno).to_be_bytes()[..], &[0; 2]].concat();
@@ -31,6 +27,7 @@ pub(super) fn answer(disk: &impl Disk, terms: Terms, request: &Request, data: &[
     }
 }
 
+/// Performs a request; returns the whole of an answer that is more than "done".
 fn perform(disk: &impl Disk, terms: Terms, request: &Request, data: &[u8]) -> Result<Vec<u8>, i32> {
     let (offset, length) = (request.offset, u64::from(request.length));
     let changes = matches!(request.command, Command::Write | Command::Trim | Command::WriteZeroes);
@@ -49,7 +46,10 @@ fn perform(disk: &impl Disk, terms: Terms, request: &Request, data: &[u8]) -> Re
                 let size = size_of_val(&offset) as u32 + request.length;
                 out.extend_from_slice(&wire::chunk_head(request.cookie, true, chunk::DATA, size));
                 out.extend_from_slice(&offset.to_be_bytes());
+            } else {
+                out.extend_from_slice(&wire::reply_head(request.cookie, 0));
             }
+            // Behind its head, so that megabytes are not copied again.
             let begin = out.len();
             out.resize(begin + length as usize, 0);
             disk.read(offset, &mut out[begin..])?;

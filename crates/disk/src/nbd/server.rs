@@ -315,7 +315,8 @@ fn reply(disk: &impl Disk, terms: Terms, writer: &Mutex<impl Write>, job: Job<'_
     let out = answer(disk, terms, &request, &data);
     // While a slow client reads the reply, only the reply's memory is kept.
     drop(data);
-    let budget = (request.command == Command::Read).then_some(budget);
+    let has_data = request.command == Command::Read && out.len() > request.length as usize;
+    let budget = has_data.then_some(budget);
     let mut writer = writer.lock();
     writer.write_all(&out)?;
     writer.flush()?;
