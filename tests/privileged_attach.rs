@@ -351,8 +351,7 @@ fn programs_of_musl_are_entered_under_run() {
 
 /// The first child of a process.
 fn wait_for_child(pid: i32) -> i32 {
-    let children = || fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let first = || children().split_whitespace().next().and_then(|pid| pid.parse().ok());
+    let first = || pagefold_os::procfs::children(pid).first().copied();
     wait_for("the shell's child", 20, || first().is_some());
     first().expect("it runs")
 }

@@ -59,13 +59,7 @@ impl Instance {
         let mut pids = vec![self.process.pid()];
         let mut at = 0;
         while let Some(&pid) = pids.get(at) {
-            let threads = procfs::threads(pid).unwrap_or_default().into_iter();
-            let children =
-                threads.filter_map(|id| std::fs::read_to_string(format!("/proc/{pid}/task/{id}/children")).ok());
-            pids.extend(
-                children
-                    .flat_map(|line| line.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()),
-            );
+            pids.extend(procfs::children(pid));
             at += 1;
         }
         pids

@@ -223,8 +223,7 @@ impl Drop for Stopped {
 
 /// The process below `pid` that has most memory, and how much.
 fn worker(pid: u32) -> (u32, u64) {
-    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let below = children.split_whitespace().filter_map(|child| child.parse().ok()).map(worker);
+    let below = procfs::children(pid as i32).into_iter().map(|child| worker(child as u32));
     below.chain([(pid, procfs::rss(pid as i32))]).max_by_key(|(_, rss)| *rss).unwrap_or((pid, 0))
 }
 

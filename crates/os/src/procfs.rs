@@ -181,6 +181,13 @@ pub fn threads(pid: i32) -> io::Result<Vec<i32>> {
     numbers_in(&format!("/proc/{pid}/task"))
 }
 
+/// The children of a process, of all its threads; none if it has ended.
+pub fn children(pid: i32) -> Vec<i32> {
+    let of_thread = |id: i32| fs::read_to_string(format!("/proc/{pid}/task/{id}/children")).unwrap_or_default();
+    let all: String = threads(pid).unwrap_or_default().into_iter().map(of_thread).collect();
+    all.split_whitespace().filter_map(|child| child.parse().ok()).collect()
+}
+
 /// The files of a directory that have a number for a name, in order.
 fn numbers_in(directory: &str) -> io::Result<Vec<i32>> {
     let entries = fs::read_dir(directory)?;
