@@ -1,7 +1,7 @@
 //! Archives and layouts, written by us and by other tools.
 
 use crate::common::build_dir;
-use crate::fixture::{Fixture, sample};
+use crate::fixture::{Fixture, import, sample};
 use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
 use pagefold_image::digest::Digest;
@@ -58,15 +58,7 @@ fn archives_by_skopeo_are_read() {
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
         assert!(oci::is_image(&path).unwrap());
         let build = store.build().unwrap();
-        let (tree, _) = oci::import(
-            &build,
-            &path,
-            &oci::Wanted::default(),
-            Limits::default(),
-            &mut Omissions::default(),
-            &Progress::silent(),
-        )
-        .unwrap();
+        let tree = import(&build, &path);
         let again = build.publish("again", &tree, "skopeo", Default::default(), vec![]).unwrap();
         assert_eq!(again.digest, record.digest, "{to}");
     }
@@ -114,15 +106,7 @@ fn archives_by_buildah_are_read() {
         let path = dir.path().join(path);
         buildah(&["commit", "-q", &second, &format!("{format}{}:name:1", path.display())]).unwrap();
         let build = store.build().unwrap();
-        let (found, _) = oci::import(
-            &build,
-            &path,
-            &oci::Wanted::default(),
-            Limits::default(),
-            &mut Omissions::default(),
-            &Progress::silent(),
-        )
-        .unwrap();
+        let found = import(&build, &path);
         let record = build.publish(&number.to_string(), &found, "buildah", Default::default(), vec![]).unwrap();
         let out = dir.path().join(format!("out{number}"));
         fs::create_dir(&out).unwrap();

@@ -1,13 +1,13 @@
 //! The same input gives the same image, and changed files are always read.
 
 use crate::common::{build_dir, damaged};
-use crate::fixture::{Fixture, sample, wait_for_old_times};
+use crate::fixture::{Fixture, import, sample, wait_for_old_times};
 use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::tree::Tree;
-use pagefold_image::{Result, build, erofs, export, oci, stat};
+use pagefold_image::{Result, build, erofs, export, stat};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,9 +43,7 @@ fn the_same_input_gives_the_same_digest() {
     // Out as an OCI layout and in again, too.
     let layout = dir.path().join("oci");
     export::oci(&a, &first, &read, &layout, &Progress::silent()).unwrap();
-    let (tree, _) =
-        oci::import(&building, &layout, &oci::Wanted::default(), Limits::default(), &mut notes, &Progress::silent())
-            .unwrap();
+    let tree = import(&building, &layout);
     assert_eq!(building.publish("oci", &tree, "oci", Default::default(), vec![]).unwrap().digest, first.digest);
 }
 

@@ -1,6 +1,11 @@
 //! A store, and a tree to build images from.
 
+use pagefold_image::build::{Build, Omissions};
+use pagefold_image::config::Limits;
+use pagefold_image::oci::{self, Wanted};
+use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
+use pagefold_image::tree::Tree;
 use pagefold_image::{Error, gc};
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -22,6 +27,12 @@ impl Fixture {
         let store = Store::open(&dir.path().join("s"), "default").unwrap();
         Self { dir, tree, store }
     }
+}
+
+/// Reads the one image of a layout or an archive.
+pub fn import(build: &Build<'_>, path: &Path) -> Tree {
+    let (wanted, limits, mut notes) = (Wanted::default(), Limits::default(), Omissions::default());
+    oci::import(build, path, &wanted, limits, &mut notes, &Progress::silent()).unwrap().0
 }
 
 /// Fills a directory with one of every kind of file that a plain user can make.
