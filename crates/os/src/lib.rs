@@ -96,6 +96,12 @@ impl Range {
         self.start < other.end && other.start < self.end
     }
 
+    /// What the two ranges have in common; empty if that is nothing.
+    pub fn intersection(&self, other: &Range) -> Range {
+        let start = self.start.max(other.start);
+        Range { start, end: self.end.min(other.end).max(start) }
+    }
+
     /// True if `other` lies inside this range.
     pub const fn contains(&self, other: &Range) -> bool {
         self.start <= other.start && other.end <= self.end

@@ -51,7 +51,7 @@ impl ForkedMemory {
                 Event::Remap { from, to } => {
                     // What was discarded moved along; an empty mapping that is left behind reads zero.
                     for index in 0..self.len {
-                        let part = intersection(self.discarded[index], from);
+                        let part = self.discarded[index].intersection(&from);
                         if !part.is_empty() {
                             let start = to + (part.start - from.start);
                             self.add(Range { start, end: start + part.len() });
@@ -94,11 +94,6 @@ impl ForkedMemory {
         }
         let _ = self.uffd.wake(page);
     }
-}
-
-fn intersection(one: Range, other: Range) -> Range {
-    let start = one.start.max(other.start);
-    Range { start, end: one.end.min(other.end).max(start) }
 }
 
 /// Puts zeros wherever nothing is in `range` of the memory behind `uffd`.

@@ -120,7 +120,7 @@ fn first_in(range: Range) -> Option<Range> {
         let found = (first < LEN.load(Ordering::Relaxed)).then(|| get(first));
         fence(Ordering::Acquire);
         if before.is_multiple_of(2) && before == CHANGES.load(Ordering::Relaxed) {
-            let part = found.map(|void| Range { start: void.start.max(range.start), end: void.end.min(range.end) });
+            let part = found.map(|void| void.intersection(&range));
             return part.filter(|part| part.start < part.end);
         }
         yield_now();

@@ -68,7 +68,7 @@ impl Maps {
     pub(crate) fn pools(&self, range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
         let mut name = [0u8; POOL_NAME_MAX];
         let mut visit = |map: &maps::Map<'_>| {
-            let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
+            let part = map.range.intersection(&range);
             part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(part, map.prot)
         };
         // One by one, where the kernel can: there may be a hundred thousand of them, and few in the range.

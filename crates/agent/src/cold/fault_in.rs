@@ -44,7 +44,7 @@ fn read_in_parts(step: Range) {
     let mut buffer = [0u8; 2 << 10];
     let _ = maps.for_each(&mut buffer, |map| {
         if let Some(part) = parts.get_mut(count).filter(|_| map.range.overlaps(&step)) {
-            let range = Range { start: map.range.start.max(step.start), end: map.range.end.min(step.end) };
+            let range = map.range.intersection(&step);
             *part = (range, map.prot);
             count += 1;
         }

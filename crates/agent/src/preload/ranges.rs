@@ -20,7 +20,7 @@ pub(super) fn for_each_mapped(range: Range, mut act: impl FnMut(Range)) -> Resul
     let mut buffer = [0u8; 2 << 10];
     Maps::open()?.for_each(&mut buffer, |map| {
         if map.range.overlaps(&range) {
-            act(Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) });
+            act(map.range.intersection(&range));
         }
     })
 }

@@ -646,7 +646,7 @@ fn without(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
 fn parts_of(range: Range, mappings: &[PoolMapping]) -> impl Iterator<Item = (Range, i64)> + use<'_> {
     let first = mappings.partition_point(|mapping| mapping.range.end <= range.start);
     mappings[first..].iter().take_while(move |mapping| mapping.range.start < range.end).map(move |mapping| {
-        let part = Range { start: range.start.max(mapping.range.start), end: range.end.min(mapping.range.end) };
+        let part = range.intersection(&mapping.range);
         let added = i64::from(mapping.range.start < part.start) + i64::from(part.end < mapping.range.end);
         (part, added)
     })

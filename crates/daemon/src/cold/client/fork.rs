@@ -71,7 +71,7 @@ impl Places {
         });
         let hit: Vec<_> = parts.filter(|(_, part)| part.overlaps(&range)).collect();
         let cut = |(was, part): (u64, Range)| {
-            let taken = Range { start: part.start.max(range.start), end: part.end.min(range.end) };
+            let taken = part.intersection(&range);
             let [first, last] = [taken.start, taken.end].map(|at| was + (at - part.start));
             self.parts.remove(&was);
             self.began.remove(&part.start);

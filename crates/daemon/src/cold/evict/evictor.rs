@@ -3,7 +3,7 @@
 //! One thread for each domain. It only *stores* pages that are resident, and *asks* agents to drop them; the client's own
 //! thread handles pages that fault back in. What is known of a page's age is in [`PageAges`](crate::cold::client::ages).
 
-use super::batch::Run;
+use super::batch::{Run, runs_within};
 use super::bring_back::{bring_back, pages_out};
 use super::resident::{evict_resident, resident, scan};
 use super::transfer::put_all;
@@ -185,11 +185,7 @@ fn obey_hints(
     link.watch(&regions)?;
     ages.set_regions(regions);
     for (_, range, advice) in hints {
-        let cut = |region: &Range| {
-            let part = Range { start: range.start.max(region.start), end: range.end.min(region.end) };
-            (!part.is_empty()).then_some((part, *region))
-        };
-        let parts: Vec<Run> = ages.regions().iter().filter_map(cut).collect();
+        let parts: Vec<Run> = runs_within(range, ages.regions()).collect();
         match advice {
             libc::MADV_PAGEOUT => {
                 evict_resident(client, link, &group.tier, parts, Effort::Fast)?;

@@ -1,6 +1,6 @@
 //! One client is parked: everything of it is evicted. Or it is unparked: everything is brought back.
 
-use super::batch::Run;
+use super::batch::{Run, runs_within};
 use super::bring_back::{bring_back, pages_out};
 use super::resident::{evict_resident, resident, scan};
 use crate::cold::agent_connection::{AgentConnection, Gone};
@@ -47,13 +47,7 @@ pub(crate) fn parts(group: &Group, client: &Arc<Client>) -> Option<Vec<Vec<Run>>
 pub(crate) fn park_part(group: &Group, client: &Arc<Client>, part: &[Run]) -> Option<u64> {
     with_agent(group, client, |link| {
         let regions = link.regions()?;
-        let managed = part.iter().flat_map(|(range, _)| {
-            let first = regions.partition_point(|region| region.end <= range.start);
-            regions[first..].iter().take_while(|region| region.start < range.end).map(|region| {
-                let cut = Range { start: range.start.max(region.start), end: range.end.min(region.end) };
-                (cut, *region)
-            })
-        });
+        let managed = part.iter().flat_map(|(range, _)| runs_within(*range, &regions));
         evict_resident(client, link, &group.tier, managed.collect(), Effort::Dense)
     })
 }
