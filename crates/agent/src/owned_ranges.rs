@@ -5,6 +5,7 @@
 //! here, and lists and freezes leave it out. A forked child inherits the registry with the memory.
 
 use core::sync::atomic::{AtomicU64, Ordering};
+use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range, mem};
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -75,6 +76,22 @@ pub(crate) fn first_in(range: Range) -> Option<Range> {
 pub(crate) fn is_in_nursery(addr: u64) -> bool {
     let nursery = range_of(Owned::Nursery);
     (nursery.start..nursery.end).contains(&addr)
+}
+
+/// Takes the pages out of `range` of a staging area, into which `mover` moves pages: a move takes what is there for its own.
+///
+/// The kernel discards nothing that is locked, and a call of the program's may have locked all memory. Such a range is mapped anew.
+pub(crate) fn empty_staging(range: Range, mover: &Uffd) {
+    // SAFETY: the staging area is the agent's; what is there is void.
+    if unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) }.is_ok() {
+        return;
+    }
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    // SAFETY: as above.
+    let _ = unsafe { mem::map(range.start, range.len(), libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    hide_range(range.start, range.len());
+    // Without that no page is moved there.
+    let _ = mover.register(range, uffd::MODE_WP);
 }
 
 /// Leaves a mapping of the agent's out of forked children and core dumps.

@@ -37,10 +37,29 @@ static struct {
     pid_t children[CHILDREN_MAX];
 } restless_memory;
 
+// What a wrong page holds instead, and which mapping it lies in: the line by which its cause is found.
+static void restless_wrong(size_t page, const char *by) {
+    const char *at = restless_memory.at + page * PAGE;
+    uint64_t number = restless_memory.numbers[page], holds = 0;
+    const uint64_t *words = (const uint64_t *)at;
+    size_t wrong = 0, first = 0;
+    for (size_t i = 512; i-- > 0;)
+        if (words[i] != (number ? word(number, i) : 0)) wrong++, first = i;
+    while (holds < 4096 && word(holds, first) != words[first]) holds++;
+    fprintf(stderr, "page %zu of %s is not %lu: %zu words from %zu on differ, there it is %s %lu; mapped in ", page, by, number, wrong,
+            first, words[first] ? "of number" : "zero, not of a number below", holds);
+    FILE *maps = fopen("/proc/self/maps", "r");
+    unsigned long start, end;
+    char line[512];
+    while (maps && fgets(line, sizeof line, maps))
+        if (sscanf(line, "%lx-%lx", &start, &end) == 2 && start <= (uintptr_t)at && (uintptr_t)at < end) fputs(line, stderr);
+    _exit(1);
+}
+
 static void restless_compare(size_t page, const char *by) {
     const char *at = restless_memory.at + page * PAGE;
     uint64_t number = restless_memory.numbers[page];
-    CHECK(number ? page_is(at, number) : page_is_zero(at), "page %zu of %s is not %lu", page, by, number);
+    if (!(number ? page_is(at, number) : page_is_zero(at))) restless_wrong(page, by);
 }
 
 static void restless_step(uint64_t *seed, const char *by, int locks) {

@@ -8,6 +8,7 @@ use super::daemon_liveness::DaemonLiveness;
 use super::session::{ColdSession, Connection};
 use crate::address_space::prefault;
 use crate::address_space::regions::is_left_alone;
+use crate::owned_ranges;
 use crate::runtime::thread::yield_now;
 use crate::state::{COLD_AGENT, SHARED};
 use core::sync::atomic::Ordering;
@@ -94,9 +95,8 @@ impl ColdSession {
             let _ = self.hold.wake(Range::pages_from(run.start, u64::from(run.pages.min(FETCH_PAGES_MAX as u32))));
         }
         self.make_exclusive(channel, count);
-        let Some(staging) = &self.staging else { return Ok(0) };
-        // SAFETY: the staging area is ours; what is there is out, or void.
-        let _ = unsafe { mem::advise(staging.addr(), staging.len() as u64, libc::MADV_DONTNEED) };
+        let (Some(staging), Some(mover)) = (&self.staging, &self.mover) else { return Ok(0) };
+        owned_ranges::empty_staging(Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64), mover);
         Ok(count)
     }
 
@@ -260,9 +260,10 @@ impl ColdSession {
             self.apply_events();
         }
         for page in 0..pages {
-            if self.residency.state(dst + page * PAGE) == DISCARDED {
-                // SAFETY: the staging area is ours; the program declared the page void.
-                let _ = unsafe { mem::advise(src + page * PAGE, PAGE, libc::MADV_DONTNEED) };
+            if self.residency.state(dst + page * PAGE) == DISCARDED
+                && let Some(mover) = &self.mover
+            {
+                owned_ranges::empty_staging(Range::pages_from(src + page * PAGE, 1), mover);
             }
         }
     }

@@ -12,6 +12,7 @@ use crate::address_space::heap::WatchedEnd;
 use crate::address_space::prefault;
 use crate::limits::{HUGE_PAGES, MOVE_TRIES};
 use crate::mapping_lock::MappingLockGuard;
+use crate::owned_ranges;
 use crate::runtime::thread::yield_now;
 use crate::state::SHARED;
 use core::sync::atomic::Ordering;
@@ -160,6 +161,17 @@ impl Agent {
         }
     }
 
+    /// The first page of `range` that is in memory or in swap; what cannot be seen counts as such.
+    fn first_kept(&self, range: Range) -> Option<u64> {
+        let kept = Query { any_of: pagemap::PRESENT | pagemap::SWAPPED, report: pagemap::PRESENT, ..Query::default() };
+        let mut found = [pagemap::Region::default()];
+        match pagemap::scan(&self.pagemap, range, kept, &mut found) {
+            Ok((0, _)) => None,
+            Ok(_) => Some(found[0].start),
+            Err(_) => Some(range.start),
+        }
+    }
+
     /// Where the slots of `piece` can be read, `Some(None)` for a piece of zeros; `None` if the segment is not mapped here.
     fn slots_of(&self, piece: &Piece) -> Option<Option<*const Page>> {
         if piece.segment == PIECE_ZERO {
@@ -190,14 +202,30 @@ impl Freeze<'_> {
         self.wake();
         self.agent.map_zero_page(pieces, outcomes);
         if staged > 0 {
-            // SAFETY: the staging area is the agent's, and the program reads these pages from elsewhere now.
-            let _ = unsafe { mem::advise(self.staging, staged, libc::MADV_DONTNEED) };
+            owned_ranges::empty_staging(Range { start: self.staging, end: self.staging + staged }, &self.agent.watch);
         }
     }
 
     /// The addresses of the pages `run` of the span.
     pub(super) fn range_of(&self, run: core::ops::Range<usize>) -> Range {
         Range::pages_from(self.span.start + run.start as u64 * PAGE, run.len() as u64)
+    }
+
+    /// Moves `part` of the span to the staging area, which is empty there; returns the bytes moved and what ended the move early.
+    pub(super) fn move_away(&self, part: Range) -> (u64, Option<Errno>) {
+        let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
+        let (moved, error) = self.agent.watch.move_pages(self.staging + (part.start - self.span.start), part, mode);
+        #[cfg(test)]
+        let (moved, error) =
+            if FORGETS_MOVES.load(Ordering::Relaxed) { (0, Some(Errno(libc::EEXIST))) } else { (moved, error) };
+        if error != Some(Errno(libc::EEXIST)) {
+            return (moved, error);
+        }
+        // Linux 6.18 and later forget a move that follows an attempt within the same call: they find its target taken then. The
+        // target was empty, and no thread can fill the source now. So what the source lacks is in the staging area.
+        let rest = Range { start: part.start + moved, ..part };
+        let gone = self.agent.first_kept(rest).unwrap_or(rest.end) - rest.start;
+        (moved + gone, error.filter(|_| gone == 0))
     }
 
     /// The number in the span of the page at `addr`.
@@ -306,10 +334,7 @@ impl Freeze<'_> {
     /// Copies the staged page at `from` to `to`, where a move is refused: the program has locked the target or changed its
     /// rights by a raw call, or something pins the staged page. Returns false if the caller must try again.
     fn copy_back(&self, from: u64, to: u64) -> bool {
-        let staged =
-            Query { any_of: pagemap::PRESENT | pagemap::SWAPPED, report: pagemap::PRESENT, ..Query::default() };
-        let mut found = [pagemap::Region::default()];
-        if matches!(pagemap::scan(&self.agent.pagemap, Range::pages_from(from, 1), staged, &mut found), Ok((0, _))) {
+        if self.agent.first_kept(Range::pages_from(from, 1)).is_none() {
             return true;
         }
         // SAFETY: a page of the staging area, which is the agent's.
@@ -326,8 +351,7 @@ impl Freeze<'_> {
         let end = removed.end.clamp(frozen.start, frozen.end);
         if start < end {
             let staged = self.staging + (start - self.span.start);
-            // SAFETY: the staging area is the agent's, and the program has discarded these pages.
-            let _ = unsafe { mem::advise(staged, end - start, libc::MADV_DONTNEED) };
+            owned_ranges::empty_staging(Range { start: staged, end: staged + (end - start) }, &self.agent.watch);
             let pages = self.page_of(start)..self.page_of(end);
             self.discarded[pages].fill(true);
         }
@@ -339,6 +363,28 @@ impl Freeze<'_> {
                 self.agent.serve_event(uffd::Event::Remove(outside));
             }
         }
+    }
+}
+
+#[cfg(test)]
+static FORGETS_MOVES: core::sync::atomic::AtomicBool = core::sync::atomic::AtomicBool::new(false);
+
+/// For tests: moves to the staging area are done, and reported as the kernel reports those that it forgets.
+#[cfg(test)]
+pub(super) struct ForgetMoves;
+
+#[cfg(test)]
+impl ForgetMoves {
+    pub(super) fn begin() -> ForgetMoves {
+        FORGETS_MOVES.store(true, Ordering::Relaxed);
+        ForgetMoves
+    }
+}
+
+#[cfg(test)]
+impl Drop for ForgetMoves {
+    fn drop(&mut self) {
+        FORGETS_MOVES.store(false, Ordering::Relaxed);
     }
 }
 

@@ -21,7 +21,6 @@ use crate::address_space::prefault;
 use crate::limits::MOVE_TRIES;
 use pagefold_os::Range;
 use pagefold_os::raw::Errno;
-use pagefold_os::uffd;
 use pagefold_protocol::message::{FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, RefusalReason};
 
 /// What became of a page of the span.
@@ -82,8 +81,7 @@ impl Freeze<'_> {
         let mut len = span.len();
         while at < span.end {
             let part = Range { start: at, end: span.end.min(at + len) };
-            let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
-            let (moved, error) = self.agent.watch.move_pages(self.staging + (at - span.start), part, mode);
+            let (moved, error) = self.move_away(part);
             at += moved;
             let left = match error {
                 None => {
@@ -208,6 +206,7 @@ fn runs(states: &[State], wanted: impl Fn(&State) -> bool + Copy) -> impl Iterat
 mod tests {
     use super::*;
 
+    use crate::live::freeze::ForgetMoves;
     use crate::live::handshake::{alone, one_at_a_time};
     use pagefold_os::{PAGE_SIZE, Page, mem, memfd};
     use pagefold_protocol::message::DOMAIN_NAME_MAX;
@@ -222,6 +221,18 @@ mod tests {
     #[test]
     fn equal_pages_are_mapped_and_all_others_move_back() {
         let _one = one_at_a_time();
+        map_equal_pages();
+    }
+
+    /// A kernel that forgets moves says of each page that its place in the staging area is taken.
+    #[test]
+    fn pages_whose_move_the_kernel_forgets_are_not_lost() {
+        let _one = one_at_a_time();
+        let _forgets = ForgetMoves::begin();
+        map_equal_pages();
+    }
+
+    fn map_equal_pages() {
         // The longest name that a segment may have: the mappings are found by it.
         let name = format!("pagefold-pool:{}", "d".repeat(DOMAIN_NAME_MAX));
         let segment = memfd::create(&std::ffi::CString::new(name).unwrap(), 16 * PAGE).unwrap();
@@ -279,6 +290,62 @@ mod tests {
             let bytes = unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>().read_volatile() };
             assert!(bytes == content(200 + page), "page {page} after a write");
         }
+    }
+
+    /// Spans that are frozen and moved back while the kernel compacts memory, which has it try moves again.
+    #[test]
+    fn frozen_pages_survive_compaction() {
+        const PAGES: usize = 1 << 10;
+        const TRIGGER: &str = "/proc/sys/vm/compact_memory";
+        let _one = one_at_a_time();
+        let segment = memfd::create(c"pagefold-pool", 64 * PAGE).unwrap();
+        (0..64).for_each(|slot| assert_eq!(segment.write(&content(10_000 + slot)), Ok(PAGE_SIZE)));
+        let Some(agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
+        if std::fs::write(TRIGGER, "1").is_err() {
+            return eprintln!("SKIPPED: memory cannot be compacted by request here (root, and CONFIG_COMPACTION)");
+        }
+        let ends = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ends.load(core::sync::atomic::Ordering::Acquire) {
+                    // Holes of one page everywhere, so that there is something to compact.
+                    let holes = mem::Mapping::anonymous(64 << 20).unwrap();
+                    for at in (0..holes.len()).step_by(PAGE_SIZE) {
+                        // SAFETY: inside the mapping.
+                        unsafe { holes.as_ptr().add(at).write(1) };
+                    }
+                    for at in (0..holes.len()).step_by(2 * PAGE_SIZE) {
+                        // SAFETY: the test's memory.
+                        let _ = unsafe { mem::advise(holes.addr() + at as u64, PAGE, libc::MADV_DONTNEED) };
+                    }
+                    let _ = std::fs::write(TRIGGER, "1");
+                }
+            });
+            let (mut wrong, mut turns) = (0, 0);
+            let began = std::time::Instant::now();
+            while wrong == 0 && began.elapsed().as_secs() < 4 {
+                turns += 1;
+                let memory = mem::Mapping::anonymous(PAGES * PAGE_SIZE).unwrap();
+                // SAFETY: pages of the test's memory.
+                let at = |page: usize| unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>() };
+                // SAFETY: as above.
+                (0..PAGES).for_each(|page| unsafe { at(page).write(content(page)) });
+                for first in (0..8 * PAGES).step_by(8).map(|first| first % PAGES) {
+                    let piece = |page: usize| Piece {
+                        addr: at(first + page) as u64,
+                        pages: 1,
+                        slot: page as u32,
+                        ..Piece::default()
+                    };
+                    agent.remap_span(&core::array::from_fn::<_, 8, _>(piece), &mut [Outcome::default(); 8]);
+                }
+                // SAFETY: as above.
+                wrong = (0..PAGES).filter(|page| unsafe { at(*page).read_volatile() } != content(*page)).count();
+            }
+            ends.store(true, core::sync::atomic::Ordering::Release);
+            assert_eq!(wrong, 0, "pages are lost, turn {turns} after {:?}", began.elapsed());
+            println!("{turns} turns");
+        });
     }
 
     #[test]

@@ -115,11 +115,8 @@ impl Freeze<'_> {
     fn take_huge(&mut self) -> bool {
         // Checked once more: a thread that reads discarded memory from here on waits, and gets no huge zero page, which some
         // kernels (6.16 and newer) move as a page that does not exist.
-        let (moved, error) = if self.agent.is_huge(self.span) {
-            self.agent.watch.move_pages(self.staging, self.span, uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE)
-        } else {
-            (0, Some(Errno(libc::ENOENT)))
-        };
+        let (moved, error) =
+            if self.agent.is_huge(self.span) { self.move_away(self.span) } else { (0, Some(Errno(libc::ENOENT))) };
         // If something has split it in this very moment, a merge as one is not worth it.
         if error.is_none() && self.agent.is_huge(Range { start: self.staging, end: self.staging + HUGE_LEN }) {
             return true;
@@ -209,6 +206,7 @@ impl Freeze<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::freeze::ForgetMoves;
     use super::super::handshake::{alone, one_at_a_time};
     use super::*;
     use core::sync::atomic::{AtomicU64, Ordering};
@@ -295,31 +293,40 @@ mod tests {
 
     #[test]
     fn a_differing_huge_page_moves_back_and_an_equal_one_is_mapped() {
-        begin(|mut agent, at| {
-            let span = Range { start: at, end: at + HUGE_LEN };
-            agent.watch.register(span, uffd::MODE_WP).unwrap();
-            let mut outcomes = [Outcome::default(); 8];
-            let mut pieces = pieces_at(at, 0);
-            // The last page, and one in the middle, are another's.
-            for wrong in [7, 4] {
-                pieces[wrong].slot += 1;
-                assert!(!agent.remap_huge(&pieces, &mut outcomes));
-                pieces[wrong].slot -= 1;
-                assert!(agent.is_huge(span), "it was split");
-                let all_of = pagemap::WPALLOWED | pagemap::WRITTEN;
-                let query = Query { all_of, report: pagemap::WRITTEN, ..Query::default() };
-                let written = pagemap::scan(&agent.pagemap, span, query, &mut [pagemap::Region::default()]);
-                assert_eq!(written.unwrap().0, 0, "it is not watched as before");
-            }
-            assert!(agent.remap_huge(&pieces, &mut outcomes));
-            assert!(
-                outcomes.iter().all(|outcome| outcome.merged == 64 && outcome.reason == RefusalReason::Done as u32)
-            );
-            assert_eq!(agent.rights_of_pool(span), Some(libc::PROT_READ | libc::PROT_WRITE));
-            assert!((0..HUGE_PAGES).all(|page| shown(at, page) == content(page)));
-            assert_eq!(agent.hold.register(span, uffd::MODE_MISSING), Ok(()));
-            assert!(agent.watch.register(span, uffd::MODE_WP).is_err(), "discards are not heard of");
+        begin(map_an_equal_one);
+    }
+
+    /// See [`pages_whose_move_the_kernel_forgets_are_not_lost`](super::super::remap).
+    #[test]
+    fn a_huge_page_whose_move_the_kernel_forgets_is_not_lost() {
+        begin(|agent, at| {
+            let _forgets = ForgetMoves::begin();
+            map_an_equal_one(agent, at);
         });
+    }
+
+    fn map_an_equal_one(mut agent: Agent, at: u64) {
+        let span = Range { start: at, end: at + HUGE_LEN };
+        agent.watch.register(span, uffd::MODE_WP).unwrap();
+        let mut outcomes = [Outcome::default(); 8];
+        let mut pieces = pieces_at(at, 0);
+        // The last page, and one in the middle, are another's.
+        for wrong in [7, 4] {
+            pieces[wrong].slot += 1;
+            assert!(!agent.remap_huge(&pieces, &mut outcomes));
+            pieces[wrong].slot -= 1;
+            assert!(agent.is_huge(span), "it was split");
+            let all_of = pagemap::WPALLOWED | pagemap::WRITTEN;
+            let query = Query { all_of, report: pagemap::WRITTEN, ..Query::default() };
+            let written = pagemap::scan(&agent.pagemap, span, query, &mut [pagemap::Region::default()]);
+            assert_eq!(written.unwrap().0, 0, "it is not watched as before");
+        }
+        assert!(agent.remap_huge(&pieces, &mut outcomes));
+        assert!(outcomes.iter().all(|outcome| outcome.merged == 64 && outcome.reason == RefusalReason::Done as u32));
+        assert_eq!(agent.rights_of_pool(span), Some(libc::PROT_READ | libc::PROT_WRITE));
+        assert!((0..HUGE_PAGES).all(|page| shown(at, page) == content(page)));
+        assert_eq!(agent.hold.register(span, uffd::MODE_MISSING), Ok(()));
+        assert!(agent.watch.register(span, uffd::MODE_WP).is_err(), "discards are not heard of");
     }
 
     /// A discard that was answered meanwhile leaves fresh memory among what is mapped.
