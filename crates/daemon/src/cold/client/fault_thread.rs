@@ -1,7 +1,7 @@
 //! The client's thread: waits for events, serves them, and looks whether the client is still there.
 //!
 //! A thread that found work looks for more for a while, for waking it is dearer than a page. One that follows the
-//! faulting thread from processor to processor does not (`place`).
+//! faulting thread from processor to processor does not (`fault_affinity`).
 
 use super::faults::ReadAhead;
 use super::{Client, FAULT_BUCKETS, Served};

@@ -155,7 +155,7 @@ impl Client {
         if !self.copy_run(tier, page, page + 1, service.cluster[0].as_ptr() as u64).contains(&page) {
             return Served::Again;
         }
-        // The other half goes to the second hand, if it is free.
+        // The other half goes to the prefetcher, if it is free.
         let (mut at, mut end) = (first, first + want);
         if want >= SHARED_FROM {
             let middle = first + want / 2;
