@@ -125,6 +125,7 @@ scenarios! {
     registered_buffers_when_blocks_grow: "uring-realloc" "--manage=all";
     system_calls_on_merged_memory: "system-calls";
     all_memory: "all" "--manage=all";
+    memory_in_small_mappings: "small-mappings" "--manage=all";
     the_agents_own_memory_is_left_alone: "all-that-is-listed";
     all_memory_when_no_place_is_left: "all-after-reservations" "--manage=all";
     memory_merge_by_prctl: "memory-merge";

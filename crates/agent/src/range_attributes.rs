@@ -20,6 +20,12 @@ const PROMISES_MAX: usize = RANGES_MAX / 2 - 2;
 /// A table may soon have no room for what the program says: the agent is to leave before it says more.
 pub static CROWDED: AtomicBool = AtomicBool::new(false);
 
+/// Ranges that are shorter than this, in bytes, and merely managed are told apart only while the table has few entries: others must
+/// find room, and each new one between others moves all behind it.
+const SMALL_LEN: u64 = 1 << 20;
+/// That many entries. A list has room for half as many ranges.
+const SMALL_MAX: usize = RANGES_MAX / 4;
+
 /// What is known about a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Attributes {
@@ -62,6 +68,11 @@ impl Attributes {
     /// True if something would go wrong without it. Else nothing is managed that could be, or on pages of another size.
     const fn is_promise(&self) -> bool {
         self.is_excluded() || self.dont_fork || self.dont_dump
+    }
+
+    /// Returns true if the program asked for nothing.
+    const fn is_merely_managed(&self) -> bool {
+        !self.is_promise() && !self.mergeable && !self.arena && !self.huge && !self.small
     }
 
     /// What of it is a promise.
@@ -274,6 +285,7 @@ impl RangeAttributes {
             return;
         }
         let mut index = self.entries().partition_point(|(entry, _)| entry.end <= range.start);
+        let alone = self.len;
         // Join equal neighbours, so that many small calls do not fill the table.
         if index > 0
             && self.entries[index - 1] == (Range { start: self.entries[index - 1].0.start, end: range.start }, note)
@@ -285,6 +297,9 @@ impl RangeAttributes {
         if index < self.len && self.entries[index].0.start == range.end && self.entries[index].1 == note {
             range.end = self.entries[index].0.end;
             self.remove(index);
+        }
+        if self.len == alone && self.len >= SMALL_MAX && range.len() < SMALL_LEN && note.is_merely_managed() {
+            return;
         }
         if self.len == RANGES_MAX {
             if note.is_promise() {
@@ -468,6 +483,26 @@ mod tests {
     }
 
     #[test]
+    fn small_ranges_that_are_merely_managed_leave_room() {
+        let mut table = Box::new(RangeAttributes::new());
+        let at = |number: u64| Range { start: number << 24, end: (number << 24) + SMALL_LEN / 8 };
+        let note = |table: &mut RangeAttributes, range| table.change(range, |note| note.seen = true);
+        (1..=2 * RANGES_MAX as u64).for_each(|number| note(&mut table, at(number)));
+        assert_eq!(table.entries().len(), SMALL_MAX);
+        let (large, after) = (1 << 50, 1 << 51);
+        note(&mut table, Range { start: large, end: large + SMALL_LEN });
+        table.change(Range { start: after, end: after + 1 }, |note| note.mergeable = true);
+        assert!(table.at(large).seen && table.at(after).mergeable && table.at(at(1).start).seen);
+        // What a known range grows by needs no entry of its own.
+        note(&mut table, Range { start: at(1).end, end: at(1).end + 1 });
+        assert!(table.at(at(1).end).seen && table.at(at(1).start).seen);
+        // Another one has room once there is some.
+        table.forget(Range { start: 0, end: at(4).end });
+        note(&mut table, at(1));
+        assert!(table.at(at(1).start).seen);
+    }
+
+    #[test]
     fn the_table_agrees_with_a_map_of_pages() {
         let mut seed = 7u64;
         let mut random = |below: u64| {
@@ -514,13 +549,13 @@ mod tests {
         let promises = |table: &RangeAttributes| table.entries().iter().filter(|(_, note)| note.is_promise()).count();
         let mut table = Box::new(RangeAttributes::new());
         for at in 0..RANGES_MAX + 9 {
-            table.change(range(10 * at, 5 + u64::from(at == 7)), |note| note.seen = true);
+            table.change(range(10 * at, 5 + u64::from(at == 7)), |note| note.mergeable = true);
         }
         assert_eq!((table.entries().len(), table.at(10 * RANGES_MAX as u64)), (RANGES_MAX, Attributes::default()));
         // One that takes a place, and one that takes two: what is cut through.
         table.change(range(10 * RANGES_MAX, 2), |note| note.locked = true);
         table.change(range(72, 2), |note| note.dont_fork = true);
-        assert!(table.at(10 * RANGES_MAX as u64).locked && table.at(72).dont_fork && table.at(72).seen);
+        assert!(table.at(10 * RANGES_MAX as u64).locked && table.at(72).dont_fork && table.at(72).mergeable);
         assert!(!table.at(74).dont_fork && table.keeps_mapping(range(10 * RANGES_MAX, 1)));
         assert_eq!((table.entries().len(), promises(&table)), (RANGES_MAX, 2));
         assert!(!CROWDED.load(Ordering::Relaxed), "there is room for promises");

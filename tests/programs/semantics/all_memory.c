@@ -120,6 +120,56 @@ static void all_memory(int by_prctl) {
     write_all(&r, 21000, "with all memory managed");
 }
 
+// Maps 256 KiB as one kind of allocator does, apart from all other mappings, and fills them.
+static struct region small_mapping(int kind, uint64_t base) {
+    enum { PAGES = 64, LEN = PAGES * 4096 };
+    const int plain = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, open = PROT_READ | PROT_WRITE;
+    char *at = mmap(NULL, 3 * LEN, PROT_NONE, plain, -1, 0);
+    CHECK(at != MAP_FAILED, "a reservation");
+    switch (kind) {
+    case 0:
+        // The middle of a reservation is opened, and the rest is unmapped.
+        CHECK(munmap(at, LEN) == 0 && munmap(at + 2 * LEN, LEN) == 0, "munmap");
+        CHECK(mprotect(at + LEN, LEN, open) == 0, "mprotect");
+        at += LEN;
+        break;
+    case 1:
+        // A hint, where nothing lies any more.
+        CHECK(munmap(at, 3 * LEN) == 0, "munmap");
+        at = mmap(at + LEN, LEN, open, plain, -1, 0);
+        break;
+    default:
+        // A guard page at each end.
+        CHECK(munmap(at, 3 * LEN) == 0, "munmap");
+        at = mmap(NULL, LEN + 2 * PAGE, open, plain, -1, 0);
+        CHECK(at != MAP_FAILED && mprotect(at, PAGE, PROT_NONE) == 0, "a guard page");
+        at += PAGE;
+        CHECK(mprotect(at + LEN, PAGE, PROT_NONE) == 0, "a guard page");
+    }
+    CHECK(at != MAP_FAILED, "mmap");
+    struct region r = {at, PAGES, PAGES, base};
+    for (size_t i = 0; i < PAGES; i++) CHECK(page_is_zero(at + i * PAGE), "fresh page %zu is not zero", i);
+    for (size_t i = 0; i < PAGES; i++) fill_page(at + i * PAGE, number_of(&r, i));
+    return r;
+}
+
+// Memory in mappings of 256 KiB, as that of JavaScript; later every second one is unmapped and another mapped.
+static void small_mappings(void) {
+    enum { COUNT = 48, KINDS = 3 };
+    struct region r[COUNT];
+    for (int i = 0; i < COUNT; i++) r[i] = small_mapping(i % KINDS, 5000);
+    for (int turn = 0; turn < 2; turn++) {
+        for (int i = 0; i < COUNT; i++) wait_merged(&r[i], r[i].pages / 2);
+        for (int i = 0; i < COUNT; i++) check(&r[i], "while it is merged");
+        for (int i = turn; i < COUNT; i += 2) {
+            CHECK(munmap(r[i].at, r[i].pages * PAGE) == 0, "munmap");
+            r[i] = small_mapping((i + turn) % KINDS, 6000);
+        }
+    }
+    for (int i = 0; i < COUNT; i++) write_all(&r[i], 7000, "in the end");
+    for (int i = 0; i < COUNT; i++) r[i].base = 7000, check(&r[i], "after all were written");
+}
+
 // The program has reserved far more address space than the machine has memory, before it maps anything.
 static void all_after_reservations(void) {
     for (int i = 0; i < 64; i++) {
@@ -240,6 +290,7 @@ const struct scenario all_memory_scenarios[] = {
     {"marked-blocks", marked_blocks},
     {"heap", heap},
     {"all", all},
+    {"small-mappings", small_mappings},
     {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge},
     {"memory-merge-ends", memory_merge_ends},

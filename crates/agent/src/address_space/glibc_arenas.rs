@@ -15,7 +15,6 @@
 //! version, its place, each word of its head and the mappings around it.
 
 use crate::address_space::maps::POOL_NAME;
-use crate::limits::ALL_MIN;
 use crate::range_attributes::RangeAttributes;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
@@ -25,6 +24,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Length and alignment of a heap.
 const HEAP_LEN: u64 = 64 << 20;
+/// The smallest first heap that is managed, in bytes: each thread may have one.
+const FIRST_HEAP_MIN: u64 = 1 << 20;
 /// Maximum of places that one list examines, so that terabytes of other reservations cost little.
 const LOOKS_MAX: u32 = 1024;
 /// Words of a heap's head, and the first one of the arena behind it.
@@ -202,7 +203,7 @@ fn opened_of(head: &Head, start: u64, head_len: u64) -> Option<u64> {
     // Pages of another size are a tunable's.
     let is_usual = head_len == 32 || page_len == PAGE;
     let fits = 0 < size && size <= opened && opened <= HEAP_LEN && size % PAGE == 0 && opened % PAGE == 0;
-    (is_first && is_usual && fits && opened >= ALL_MIN).then_some(opened)
+    (is_first && is_usual && fits && opened >= FIRST_HEAP_MIN).then_some(opened)
 }
 
 #[cfg(test)]

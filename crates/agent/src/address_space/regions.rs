@@ -7,6 +7,7 @@
 use crate::address_space::glibc_arenas::{self, Finder, Head};
 use crate::address_space::heap;
 use crate::address_space::maps::{Maps, POOL_NAME};
+use crate::address_space::region_choice::RegionChoice;
 use crate::limits::ALL_MIN;
 use crate::owned_ranges::{self, is_in_nursery};
 use crate::range_attributes::RangeAttributes;
@@ -19,6 +20,9 @@ use pagefold_protocol::channel::Channel;
 use pagefold_protocol::message::{LIST_MAX, RegionEntry};
 
 const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Length of the heap's end that is left alone: it comes and goes.
+const HEAP_END: u64 = 1 << 20;
 
 /// Lists the managed plain memory from address `from` on to `channel`, for the cold tier.
 pub(crate) fn list_anonymous(maps: &Maps, channel: &Channel, from: u64) -> Result<usize> {
@@ -59,7 +63,8 @@ pub(crate) enum Listed {
     Pool,
 }
 
-/// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries.
+/// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries: the first ones, or of [`Listed::Managed`] the
+/// [longest](RegionChoice).
 pub(crate) fn list(
     maps: &Maps,
     table: &mut RangeAttributes,
@@ -75,6 +80,8 @@ pub(crate) fn list(
         count: 0,
         last: RegionEntry::default(),
         least: 0,
+        is_merged: false,
+        choice: RegionChoice::first(),
         what,
         from,
         all: SHARED.all.load(Ordering::Relaxed),
@@ -85,7 +92,12 @@ pub(crate) fn list(
         put,
     };
     maps.for_each(&mut buffer, |map| lister.map(map))?;
-    if what != Listed::Pool {
+    lister.put_last();
+    if what == Listed::Managed
+        && let Some(choice) = lister.choice.longest()
+    {
+        lister = Lister { count: 0, last: RegionEntry::default(), least: 0, is_merged: false, choice, ..lister };
+        maps.for_each(&mut buffer, |map| lister.map(map))?;
         lister.put_last();
     }
     Ok(lister.count)
@@ -97,6 +109,9 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     last: RegionEntry,
     /// How long that must be.
     least: u64,
+    /// Part of it is the pool's.
+    is_merged: bool,
+    choice: RegionChoice,
     what: Listed,
     from: u64,
     all: bool,
@@ -128,6 +143,7 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         if pool {
             if self.what == Listed::Managed {
                 self.add(map.range, 0);
+                self.is_merged = true;
             }
             return;
         }
@@ -137,7 +153,7 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         }
         if self.all && map.name == b"[heap]" {
             // The top of the heap comes and goes; leave it.
-            let end = map.range.end.saturating_sub(ALL_MIN).max(map.range.start);
+            let end = map.range.end.saturating_sub(HEAP_END).max(map.range.start);
             self.noted(Range { start: map.range.start, end }, true);
             self.noted(Range { start: end, end: map.range.end }, false);
             return;
@@ -228,13 +244,14 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
             self.least = self.least.min(least);
         } else {
             self.put_last();
-            self.least = least;
+            (self.least, self.is_merged) = (least, false);
             self.last = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
         }
     }
 
     fn put_last(&mut self) {
-        if self.last.end - self.last.start >= self.least.max(1) && self.count < LIST_MAX {
+        let range = Range { start: self.last.start, end: self.last.end };
+        if range.len() >= self.least.max(1) && self.choice.takes(range, self.is_merged) && self.count < LIST_MAX {
             (self.put)(self.count, self.last);
             self.count += 1;
         }

@@ -1,9 +1,11 @@
 //! Memory that the program takes without an interposed call: blocks that the C library's allocator maps by internal calls, and the
 //! heap. Under `--manage all` both are managed once they are listed, so the agent must notice that there is more to list.
 
-use crate::limits::ALL_MIN;
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::fd::Fd;
+
+/// How much must come before it is listed, in bytes: a list reads all mappings.
+const GROWTH_MIN: u64 = 1 << 20;
 
 /// How much private writable memory the process has, against what it had when its mappings were listed.
 #[derive(Debug)]
@@ -30,13 +32,13 @@ impl RssWatch {
         }
     }
 
-    /// True, once, if as much came as `--manage all` looks at.
+    /// True, once, if so much came that it is to be listed.
     pub(crate) fn has_grown(&mut self) -> bool {
         self.pages().is_some_and(|pages| self.has_grown_to(pages))
     }
 
     fn has_grown_to(&mut self, pages: u64) -> bool {
-        let grown = pages.saturating_sub(self.listed) >= ALL_MIN / PAGE_SIZE as u64;
+        let grown = pages.saturating_sub(self.listed) >= GROWTH_MIN / PAGE_SIZE as u64;
         // What goes makes room for what comes.
         if grown || pages < self.listed {
             self.listed = pages;

@@ -3,13 +3,11 @@
 //! The list of mappings names no advice, locks or keys; /proc/PID/smaps does, in its line `VmFlags`.
 
 use crate::address_space::maps::POOL_NAME;
+use crate::limits::ALL_MIN;
 use crate::range_attributes::{Attributes, RangeAttributes};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
 use pagefold_os::{Range, maps};
-
-/// The smallest extent that is managed, in bytes: the pages of a JavaScript heap have 256 KiB.
-const EXTENT_MIN: u64 = 128 << 10;
 
 /// Neighbouring mappings of plain or merged memory: merging makes many small mappings of one that was large.
 struct Extent {
@@ -21,7 +19,7 @@ struct Extent {
 impl Extent {
     /// Begins the next one, and forgets what was noted of this one if it is too short.
     fn end(&mut self, table: &mut RangeAttributes, next: Range) {
-        if !self.is_kept && self.range.len() < EXTENT_MIN {
+        if !self.is_kept && self.range.len() < ALL_MIN {
             table.forget(self.range);
         }
         *self = Extent { range: next, is_kept: false };
@@ -105,9 +103,9 @@ mod tests {
     fn pieces_of_large_memory_are_managed() {
         let mut table = Box::new(RangeAttributes::new());
         let page = pagefold_os::PAGE_SIZE as u64;
-        let whole = mem::Mapping::anonymous((EXTENT_MIN + 2 * page) as usize).unwrap();
-        let short = mem::Mapping::anonymous(EXTENT_MIN as usize / 2).unwrap();
-        let marked = mem::Mapping::anonymous(EXTENT_MIN as usize / 2).unwrap();
+        let whole = mem::Mapping::anonymous((ALL_MIN + 2 * page) as usize).unwrap();
+        let short = mem::Mapping::anonymous(ALL_MIN as usize / 2).unwrap();
+        let marked = mem::Mapping::anonymous(ALL_MIN as usize / 2).unwrap();
         for map in [&whole, &short, &marked] {
             // Neighbours with other rights: the kernel joins nothing with them.
             let at = map.addr();
