@@ -1,13 +1,11 @@
-//! What the kernel says about the program's mappings: nothing else tells an agent that was not there when the program said it.
-//!
-//! The list of mappings names no advice, locks or keys; /proc/PID/smaps does, in its line `VmFlags`.
+//! What is managed of a program whose calls the agent does not see: long extents, but for what the [kernel says](smaps) of them.
 
-use crate::address_space::maps::POOL_NAME;
+//!
+use crate::address_space::smaps;
 use crate::limits::ALL_MIN;
 use crate::range_attributes::{Attributes, RangeAttributes};
-use pagefold_os::fd::Fd;
+use pagefold_os::Range;
 use pagefold_os::raw::Result;
-use pagefold_os::{Range, maps};
 
 /// Neighbouring mappings of plain or merged memory: merging makes many small mappings of one that was large.
 struct Extent {
@@ -32,65 +30,31 @@ impl Extent {
 /// # Errors
 /// As reading /proc/thread-self/smaps.
 pub(crate) fn refresh(table: &mut RangeAttributes) -> Result<()> {
-    let smaps = Fd::open(c"/proc/thread-self/smaps", libc::O_RDONLY, 0)?;
-    let mut buffer = [0u8; 16 << 10];
-    let mut current: Option<Range> = None;
     let mut extent = Extent { range: Range { start: 0, end: 0 }, is_kept: true };
-    let (mut behind, mut is_pool, mut is_keyed) = (0, false, false);
-    let mut at = 0;
-    maps::for_each_line(
-        &mut buffer,
-        |out| smaps.read_at(out, at).inspect(|got| at += *got as u64),
-        |line| {
-            if let Some(map) = maps::parse_line(line) {
-                // What was noted of a mapping that is gone says nothing about what comes there later.
-                table.forget(Range { start: behind, end: map.range.start.max(behind) });
-                behind = map.range.end;
-                is_keyed = false;
-                is_pool = map.name.starts_with(POOL_NAME) && !map.shared;
-                let is_ours = is_pool || map.is_plain_anonymous();
-                current = is_ours.then_some(map.range);
-                if !is_ours {
-                    table.forget(map.range);
-                    extent.end(table, Range { start: behind, end: behind });
-                } else if map.range.start == extent.range.end {
-                    extent.range.end = behind;
-                } else {
-                    extent.end(table, map.range);
-                }
-                extent.is_kept |= is_pool;
-            } else if let Some(key) = line.strip_prefix(b"ProtectionKey:") {
-                is_keyed = key.trim_ascii() != b"0";
-            } else if let (Some(flags), Some(range)) = (line.strip_prefix(b"VmFlags:"), current) {
-                let noted = Attributes { keyed: is_keyed, ..of_flags(flags) };
-                extent.is_kept |= noted.mergeable;
-                // A mapping of the pool's never has what plain memory there had.
-                table.change(range, |note| *note = Attributes { small: noted.small || is_pool && note.small, ..noted });
-            }
-        },
-    )?;
+    let mut behind = 0;
+    smaps::for_each(|mapping| {
+        // What was noted of a mapping that is gone says nothing about what comes there later.
+        table.forget(Range { start: behind, end: mapping.range.start.max(behind) });
+        behind = mapping.range.end;
+        if !mapping.is_plain && !mapping.is_pool {
+            table.forget(mapping.range);
+            return extent.end(table, Range { start: behind, end: behind });
+        }
+        if mapping.range.start == extent.range.end {
+            extent.range.end = behind;
+        } else {
+            extent.end(table, mapping.range);
+        }
+        let (said, is_pool) = (mapping.said, mapping.is_pool);
+        extent.is_kept |= is_pool || said.mergeable;
+        // A mapping of the pool's never has what plain memory there had.
+        table.change(mapping.range, |note| {
+            *note = Attributes { seen: true, small: said.small || is_pool && note.small, ..said };
+        });
+    })?;
     table.forget(Range { start: behind, end: u64::MAX });
     extent.end(table, Range { start: behind, end: behind });
     Ok(())
-}
-
-/// What the line `VmFlags` says.
-fn of_flags(flags: &[u8]) -> Attributes {
-    let has = |name: &[u8; 2]| flags.split(|byte| *byte == b' ').any(|flag| flag == name);
-    Attributes {
-        seen: true,
-        locked: has(b"lo"),
-        sealed: has(b"sl"),
-        dont_fork: has(b"dc"),
-        wipe_on_fork: has(b"wf"),
-        huge: has(b"hg"),
-        small: has(b"nh"),
-        mergeable: has(b"mg"),
-        dont_dump: has(b"dd"),
-        // Stacks grow; device memory and special mappings are none of ours.
-        excluded: has(b"gd") || has(b"io") || has(b"pf") || has(b"mm") || has(b"ht"),
-        ..Attributes::default()
-    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,8 @@
 
 use super::active::{active, managed_all};
 use super::c_library::{fail, me, returned};
+use super::early::{self, is_early};
+use super::manageable::{self, OPEN, is_manageable, is_plain};
 use super::ranges::{for_each_mapped, range_of};
 use super::suspend::wanted;
 use super::unmerge::{gather, gather_each};
@@ -45,22 +47,11 @@ fn place(len: u64) -> Option<u64> {
     ZONE_NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, step).ok().map(begin)
 }
 
-/// Asks for low addresses, where an architecture knows that.
-#[cfg(target_arch = "x86_64")]
-const MAP_LOW: c_int = libc::MAP_32BIT;
-#[cfg(not(target_arch = "x86_64"))]
-const MAP_LOW: c_int = 0;
-
 fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> Result<u64> {
     let large = len as u64 >= if managed_all() { ALL_MIN } else { PLACE_MIN };
-    const OPEN: c_int = libc::PROT_READ | libc::PROT_WRITE;
-    let plain = flags & (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
-        && flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB | libc::MAP_LOCKED | MAP_LOW) == 0
-        && prot & libc::PROT_EXEC == 0;
-    let manageable = managed_all() && plain && matches!(prot, OPEN | libc::PROT_NONE);
-    // What the program opens later, it opens and ends by calls that are seen.
-    let mark =
-        move |note: &mut Attributes| *if large && prot == OPEN { &mut note.seen } else { &mut note.reserved } = true;
+    let plain = is_plain(prot, flags);
+    let manageable = managed_all() && is_manageable(prot, flags);
+    let mark = move |note: &mut Attributes| manageable::mark(note, prot, large);
     if addr.is_null() && large && plain && flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == 0 {
         // A wish, without MAP_FIXED_NOREPLACE, which sandboxes may not know. Where the kernel has a reason to put it elsewhere, as
         // it puts small memory, its end is seen if an interposed call makes it.
@@ -152,7 +143,14 @@ pub unsafe extern "C" fn mmap(
         map(addr, len, prot, flags, fd, offset)
     } else {
         // SAFETY: the program's own call with its own arguments, as its caller promised.
-        unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
+        let mapped = unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) };
+        if is_early()
+            && let Ok(start) = mapped
+            && let Some(range) = range_of(start as *mut c_void, len)
+        {
+            early::note_mapped(range, prot, flags);
+        }
+        mapped
     };
     match result {
         Ok(addr) => {
@@ -196,7 +194,7 @@ pub unsafe extern "C" fn mmap64(
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
     // SAFETY: the program's own call with its own arguments, as its caller promised.
     let call = || unsafe { mem::unmap(addr as u64, len as u64) };
-    let Some(range) = range_of(addr, len).filter(|_| active()) else { return returned(call()) };
+    let Some(range) = range_of(addr, len).filter(|_| active() || is_early()) else { return returned(call()) };
     let held = SHARED.mapping_lock.lock(me());
     let result = cold::discarding(range, call);
     if result.is_ok() {
@@ -228,7 +226,7 @@ pub unsafe extern "C" fn mremap(
     };
     let ranges = || Some((range_of(addr, len)?, range_of(addr, new_len)?));
     let fixed = if flags & libc::MREMAP_FIXED != 0 { range_of(new_addr, new_len) } else { Some(NOTHING) };
-    let result = if active()
+    let result = if (active() || is_early())
         && let (Some((range, resized)), Some(fixed)) = (ranges(), fixed)
     {
         let held = SHARED.mapping_lock.lock(me());

@@ -6,17 +6,19 @@
 //!
 //! The rooms that follow calls: `mapping`, `advice`, `locks`, `seals`, `keys`, `fork`, `malloc`, `without_agent`, `filters`, `credentials`,
 //! `userfaultfd`, `proc_task`, and `syscall` for those that come as a number. Below them: `active` says whether there is
-//! anything to follow, `suspend` sends the agent away and has it back, `unmerge` makes memory plain, `pins` tells what is held.
+//! anything to follow, `early` notes what is mapped before that is known, `suspend` sends the agent away and has it back, `unmerge` makes memory plain, `pins` tells what is held.
 
 mod active;
 mod advice;
 mod c_library;
 mod credentials;
+mod early;
 mod filters;
 mod fork;
 mod keys;
 mod locks;
 mod malloc;
+mod manageable;
 mod mapping;
 mod pins;
 mod proc_task;
@@ -76,6 +78,18 @@ fn register_statics() {
 
 /// Runs before the program's own code.
 extern "C" fn begin() {
+    let manages_all = prepare();
+    early::end(manages_all == Some(true));
+    let Some(manages_all) = manages_all else { return };
+    ACTIVE.store(true, Ordering::Release);
+    // The C library's allocator maps memory without our seeing it, so there may never be a better moment.
+    if manages_all {
+        start_unless_away();
+    }
+}
+
+/// Prepares to follow the program's calls. Returns whether all its memory is to be managed; nothing if no call is to be followed.
+fn prepare() -> Option<bool> {
     // Before there are other threads: what serves during the first lookup is not theirs if another allocator is preloaded.
     next_free();
     next(&NEXT_REALLOC, c"realloc".as_ptr(), glibc().realloc);
@@ -86,11 +100,9 @@ extern "C" fn begin() {
     next(&NEXT_IOCTL, c"ioctl".as_ptr(), 0);
     credentials::look_up();
     proc_task::look_up();
-    if glibc_version().is_none() {
-        // Another C library does other things from within (forks, blocks): its program runs as without us.
-        return;
-    }
-    let Some(socket) = text(c"PAGEFOLD_SOCKET").filter(|_| !is_instrumented()) else { return };
+    // Another C library does other things from within (forks, blocks): its program runs as without us.
+    glibc_version()?;
+    let socket = text(c"PAGEFOLD_SOCKET").filter(|_| !is_instrumented())?;
     let domain = text(c"PAGEFOLD_DOMAIN").unwrap_or(b"");
     let cold = text(c"PAGEFOLD_COLD") == Some(b"1");
     let all = cold || text(c"PAGEFOLD_MANAGE") == Some(b"all");
@@ -104,7 +116,7 @@ extern "C" fn begin() {
         cold::COLD.store(true, Ordering::Relaxed);
     }
     if !SHARED.configure(socket, domain, all) {
-        return;
+        return None;
     }
     look_at_allocator();
     // The zone starts anywhere in 16 TiB, as the kernel's own placement would; where that is always the same, so is ours.
@@ -118,11 +130,7 @@ extern "C" fn begin() {
     register_first();
     mark_origin();
     register_statics();
-    ACTIVE.store(true, Ordering::Release);
-    // The C library's allocator maps memory without our seeing it, so there may never be a better moment.
-    if all {
-        start_unless_away();
-    }
+    Some(all)
 }
 
 #[used]

@@ -3,6 +3,7 @@
 use super::active::active;
 use super::advice::madvise;
 use super::c_library::fail;
+use super::early::is_early;
 use super::filters::{leave_for_filter, meet_filter};
 use super::fork::{after_fork_child, after_fork_parent, is_fork, may_fork};
 use super::mapping::{mmap, mprotect, mremap, munmap};
@@ -61,6 +62,19 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
 /// As syscall(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+    if active() || is_early() {
+        match number {
+            // SAFETY: the same call by its C name, with the program's own arguments.
+            libc::SYS_munmap => return c_long::from(unsafe { munmap(a as *mut _, b) }),
+            libc::SYS_mmap => {
+                // SAFETY: the same call by its C name, with the program's own arguments.
+                return unsafe { mmap(a as *mut _, b, c as c_int, d as c_int, e as c_int, f as i64) } as c_long;
+            }
+            // SAFETY: the same call by its C name, with the program's own arguments.
+            libc::SYS_mremap => return unsafe { mremap(a as *mut _, b, c, d as c_int, e as *mut _) } as c_long,
+            _ => {}
+        }
+    }
     if active() {
         match number {
             // Libraries probe for it with no filter, or with flags that strict mode does not take: nothing is installed then.
@@ -70,14 +84,6 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             }
             // SAFETY: the same call by its C name.
             libc::SYS_madvise => return c_long::from(unsafe { madvise(a as *mut _, b, c as c_int) }),
-            // SAFETY: the same call by its C name, with the program's own arguments.
-            libc::SYS_munmap => return c_long::from(unsafe { munmap(a as *mut _, b) }),
-            libc::SYS_mmap => {
-                // SAFETY: the same call by its C name, with the program's own arguments.
-                return unsafe { mmap(a as *mut _, b, c as c_int, d as c_int, e as c_int, f as i64) } as c_long;
-            }
-            // SAFETY: the same call by its C name, with the program's own arguments.
-            libc::SYS_mremap => return unsafe { mremap(a as *mut _, b, c, d as c_int, e as *mut _) } as c_long,
             // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_mprotect => return c_long::from(unsafe { mprotect(a as *mut _, b, c as c_int) }),
             libc::SYS_pkey_mprotect => {
