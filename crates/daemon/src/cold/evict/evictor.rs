@@ -48,7 +48,10 @@ pub(crate) fn step(group: &Group, client: &Arc<Client>) -> Step {
         Err(TryLockError::WouldBlock) => return Step { more: false, tight: true },
     };
     let Some(link) = held.as_mut().filter(|_| !group.is_closing()) else { return Step::default() };
-    match try_step(group, client, link) {
+    let stepped = try_step(group, client, link);
+    // The park policy must not take it for the program's.
+    client.note_agent_cpu(link.agent_cpu_ns);
+    match stepped {
         Ok(step) => step,
         Err(Gone) => {
             // The client's thread finds out whether the process has ended.

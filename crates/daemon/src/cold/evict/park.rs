@@ -62,6 +62,8 @@ fn with_agent<T>(
     let mut held = lock(&client.link);
     let link = held.as_mut().filter(|_| !group.is_closing() && !signals::is_suspended(client.pid))?;
     let done = act(link);
+    // Else what the agent did would count as the program's work.
+    client.note_agent_cpu(link.agent_cpu_ns);
     if done.is_err() {
         link.socket.shut();
         *held = None;
