@@ -198,3 +198,43 @@ fn a_frozen_or_stopped_program_keeps_its_agent() {
         client.does("check");
     }
 }
+
+/// What is merged stays merged; the rest is lent to the cold tier while it is idle, and merged again after it has worked for a while.
+#[test]
+fn idle_programs_that_are_merged_live_are_parked_and_merged_again_when_they_work() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let host = host("2s", "500ms");
+    // The first has twins in the second for half of its memory.
+    let plain = std::process::Command::new("env");
+    let mut clients = [Served::start_live(&host, 32), Served::start_by(plain, 16)];
+    let pids = [clients[0].pid(), clients[1].pid()];
+    let attached = host.tool(&["attach", &pids[1].to_string()]);
+    assert!(attached.status.success(), "attach: {}", String::from_utf8_lossy(&attached.stderr));
+    let sharing = |pid: i32| {
+        let status = host.status();
+        let client = status["clients"].as_array().expect("a list").iter().find(|client| client["pid"] == pid).cloned();
+        client.map_or(0, |client| client["stats"]["pages_sharing"].as_u64().expect("a number"))
+    };
+    for _ in 0..2 {
+        // All but a few of the second one's pages are merged.
+        for (pid, out) in pids.into_iter().zip([1000, 0]) {
+            wait_for("the policy to park it", 90, || {
+                activity(&host, pid) == "parked" && host.number(pid, "pages_out") >= out
+            });
+        }
+        assert!(pids.iter().all(|pid| sharing(*pid) > 0), "what was merged before they were idle is merged still");
+        clients.iter_mut().for_each(|client| client.does("check"));
+    }
+    clients.iter_mut().for_each(|client| client.send("storm 16000"));
+    for pid in pids {
+        wait_for("its memory to be merged again", 60, || host.cold(pid).is_none());
+    }
+    clients.iter_mut().for_each(|client| client.expect_right("storm"));
+    for (client, pid) in clients.iter_mut().zip(pids) {
+        wait_for("the policy to park it once more", 90, || activity(&host, pid) == "parked");
+        client.does("check");
+        assert_eq!(host.number(pid, "pages_lost"), 0);
+    }
+}

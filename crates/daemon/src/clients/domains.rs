@@ -248,6 +248,15 @@ impl LiveClients {
         }
     }
 
+    /// Processor time that the agents of process `pid` have spent on live merging.
+    pub(crate) fn agent_cpu_ns(&self, pid: i32) -> u64 {
+        lock(&self.connected)
+            .iter()
+            .filter(|client| client.shared.pid == pid)
+            .map(|client| client.shared.cpu_ns())
+            .sum()
+    }
+
     /// True if client `id` of process `pid` is connected still.
     pub(crate) fn is_connected(&self, pid: i32, id: ClientId) -> bool {
         lock(&self.connected).iter().any(|client| client.shared.pid == pid && client.id == id)

@@ -16,7 +16,7 @@ mod group;
 mod groups;
 pub(crate) mod handover;
 pub(crate) mod handshake;
-mod idle;
+pub(crate) mod idle;
 pub(crate) mod park;
 mod prefetcher;
 mod random_id;

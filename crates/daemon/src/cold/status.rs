@@ -147,6 +147,7 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
         for client in lock(&group.clients).values() {
             let counters = &client.counters;
             let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+            let activity = lock(&client.idleness).activity();
             status.clients.push(ColdClient {
                 pid: client.pid,
                 uid: client.uid,
@@ -160,9 +161,10 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
                 pages_lost: client.table.head().lost.load(Ordering::Relaxed),
                 fault_ns: get(&counters.fault_ns),
                 fault_us_log2: counters.fault_us.iter().map(get).collect(),
-                // A leased client has its memory here until it is unparked, so it is parked also under a successor.
-                parked: client.is_parked() || client.leased.load(Ordering::Relaxed),
-                activity: lock(&client.idleness).activity(),
+                // Without a policy a leased client has its memory here until it is unparked, so it is parked also under a
+                // successor.
+                parked: client.is_parked() || activity == Activity::Unwatched && client.leased.load(Ordering::Relaxed),
+                activity,
                 connected: lock(&client.socket).is_some(),
                 idle_s: client
                     .eviction

@@ -2,7 +2,7 @@
 
 use crate::cold::handover::{adopt, shutdown};
 use crate::service::daemon::Daemon;
-use crate::service::{admission, attach, control, http, metrics, started_programs, web};
+use crate::service::{admission, attach, control, http, idle, metrics, started_programs, web};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::sock;
 use pagefold_os::sync::lock;
@@ -110,6 +110,10 @@ fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<Place>
     if !daemon.config.attach.is_empty() {
         let attaching = daemon.clone();
         thread::Builder::new().name("attach".into()).spawn(move || attach::follow_rules(&attaching))?;
+    }
+    if let Some(policy) = daemon.config.cold.park {
+        let watching = daemon.clone();
+        thread::Builder::new().name("idle".into()).spawn(move || idle::follow_policy(&watching, policy))?;
     }
     let entering = daemon.clone();
     thread::Builder::new().name("started".into()).spawn(move || started_programs::follow(&entering))?;

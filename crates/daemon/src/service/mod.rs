@@ -8,6 +8,7 @@ mod attach;
 pub mod control;
 pub mod daemon;
 pub mod http;
+mod idle;
 pub mod listener;
 pub mod metrics;
 mod park;

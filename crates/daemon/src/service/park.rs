@@ -44,7 +44,7 @@ pub(crate) fn unpark(daemon: &Daemon, clients: &ClientSelector) -> Option<(u64, 
 }
 
 /// Lends the memory of a client that is merged live to the tier, or finds that the client has ended.
-fn lend(daemon: &Daemon, pid: i32, domain: &Domain, id: ClientId) -> Result<(), String> {
+pub(crate) fn lend(daemon: &Daemon, pid: i32, domain: &Domain, id: ClientId) -> Result<(), String> {
     let began = Instant::now();
     let mut is_lent = false;
     // A linked client is one of the tier alone, or is parked already.

@@ -63,10 +63,6 @@ impl Parker {
         let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
         let idle = self.policy.idle_time(procfs::available_and_total().0, group.config.reserve_bytes);
         for client in clients {
-            // A client that is merged live as well is parked and unparked by request only.
-            if client.leased.load(Ordering::Relaxed) {
-                continue;
-            }
             let Some(sample) = signals::sample(&client) else { continue };
             let decision = lock(&client.idleness).step(now, sample, idle, group.config.tick);
             match decision {

@@ -123,8 +123,10 @@ impl Idleness {
     /// Takes the sample of the moment `now`, of a clock that never goes back.
     pub(crate) fn step(&mut self, now: Duration, sample: Sample, idle: Duration, scan_interval: Duration) -> Decision {
         let Some((before, last)) = self.seen.replace((now, sample)) else {
-            self.worked = now;
-            self.activity = if sample.parked { Activity::Parked } else { Activity::Busy };
+            if self.activity == Activity::Unwatched {
+                self.worked = now;
+                self.activity = if sample.parked { Activity::Parked } else { Activity::Busy };
+            }
             return Decision::Nothing;
         };
         if sample.suspended {
@@ -156,6 +158,11 @@ impl Idleness {
         }
         self.activity = Activity::Idle;
         if now.saturating_sub(self.worked) >= idle { Decision::Park } else { Decision::Nothing }
+    }
+
+    /// The same client by samples that count anew: what it did so far is known.
+    pub(crate) fn as_begun(&self) -> Idleness {
+        Idleness { seen: None, ..*self }
     }
 
     /// A parking ended early, because the client worked or its agent was gone: its idle time begins anew.
@@ -297,6 +304,19 @@ mod tests {
         assert_eq!(client.after(5, |sample| sample.suspended = false), (Decision::Nothing, Activity::Idle));
         assert_eq!(client.quiet(54), (Decision::Nothing, Activity::Idle));
         assert_eq!(client.quiet(1), (Decision::Park, Activity::Idle));
+    }
+
+    /// Live merging counts other things than the cold tier does.
+    #[test]
+    fn a_quiet_client_stays_quiet_when_its_samples_count_anew() {
+        let mut client = Simulated::new();
+        client.after(50, |sample| sample.touched_pages = 10);
+        client.idleness = client.idleness.as_begun();
+        let anew =
+            |sample: &mut Sample| *sample = Sample { cpu: s(999), touched_pages: 1_000_000, ..Sample::default() };
+        assert_eq!(client.after(9, anew), (Decision::Nothing, Activity::Idle));
+        assert_eq!(client.quiet(1), (Decision::Park, Activity::Idle));
+        assert_eq!(client.after(1, |sample| sample.cpu += s(1)), (Decision::Nothing, Activity::Busy));
     }
 
     #[test]
