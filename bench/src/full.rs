@@ -73,6 +73,7 @@ const RUNS: &[Row] = &[
     ("zswap", "index-large", "--part index --entries 10000000 --rounds 1 --only", OURS, Some(6)),
     // A sixteenth of the published size.
     ("pageone", "merge-largest", "--only merge --layout files --processes 12 --mib 1024 --rounds", "1", Some(6)),
+    ("sandboxes", "full", "--rounds", "1", Some(10)),
     ("coverage", "full", "--rounds", "1", Some(25)),
     ("kv", "source", "--keys 10000000 --rounds 1 --tables", "source", Some(11)),
     ("index", "far", "--keys 10000000 --rounds 1 --threads 2 --only", FAR, Some(11)),
@@ -98,7 +99,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    const ALL: [&str; 7] = ["coverage", "erofs", "pagecache", "index", "kv", "pageone", "zswap"];
+    const ALL: [&str; 8] = ["coverage", "erofs", "pagecache", "index", "kv", "pageone", "sandboxes", "zswap"];
 
     #[test]
     fn no_record_overwrites_another() {

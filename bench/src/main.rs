@@ -11,6 +11,8 @@ mod full;
 mod group;
 mod image;
 mod index;
+mod instance;
+mod ksm_peer;
 mod kv;
 mod options;
 mod pageone;
@@ -19,6 +21,7 @@ mod published;
 mod record;
 mod redis;
 mod restore;
+mod sandboxes;
 mod scratch;
 mod stats;
 mod table;
@@ -48,6 +51,11 @@ const BENCHES: &[Bench] = &[
     ("index", "SD tree and B-tree against other maps", index::run),
     ("kv", "forrest against other maps, LMDB and redis; shared stores", kv::run),
     ("pageone", "live memory: merging against the kernel's KSM", pageone::run),
+    (
+        "sandboxes",
+        "programs that mostly wait: memory, processor time and replies, against KSM and zswap",
+        sandboxes::run,
+    ),
     ("zswap", "cold tier against zswap, zram and other indexes", zswap::run),
 ];
 

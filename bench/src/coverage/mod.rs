@@ -4,7 +4,6 @@
 //! nothing, with KSM at full speed, with `pagefold attach` once they hold the data, and under `pagefold run --manage all`.
 //! Saved is the difference to the memory with nothing. Each instance compares every byte afterwards.
 
-mod instance;
 mod kinds;
 mod way;
 

@@ -1,13 +1,13 @@
 //! The ways to merge the instances of a kind, and the measure of one.
 
-use super::instance::Instance;
+use crate::instance::Instance;
+use crate::ksm_peer;
 use crate::process::{self, Failure};
 use crate::restore;
 use crate::tool::Daemon;
 use pagefold_os::{ksm, procfs};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -68,15 +68,7 @@ impl Way {
     fn engine(self, dir: &Path) -> Result<Engine, Failure> {
         Ok(match self {
             Way::Nothing => Engine::Nothing,
-            Way::Ksm => {
-                let settings = ksm::Settings::take()?;
-                for (name, value) in [("pages_to_scan", 1_000_000), ("sleep_millisecs", 0)] {
-                    ksm::write(name, value)?;
-                }
-                // Older kernels lack it.
-                let _ = ksm::write("use_zero_pages", 1);
-                Engine::Ksm { _restored: settings }
-            }
+            Way::Ksm => Engine::Ksm { _restored: ksm_peer::at_full_speed()? },
             Way::Attach | Way::Run => Engine::Ours(Daemon::start(dir, &["--priority=normal"])?),
         })
     }
@@ -91,13 +83,7 @@ impl Way {
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).current_dir(dir);
         if self == Way::Ksm {
-            // SAFETY: between fork and exec the closure makes one system call, which is async-signal-safe.
-            unsafe {
-                command.pre_exec(|| match libc::prctl(libc::PR_SET_MEMORY_MERGE, 1, 0, 0, 0) {
-                    0 => Ok(()),
-                    _ => Err(std::io::Error::last_os_error()),
-                })
-            };
+            ksm_peer::merge_all(&mut command);
         }
         command
     }

@@ -8,7 +8,7 @@
 mod density;
 mod half;
 mod index;
-mod kernel;
+pub(crate) mod kernel;
 mod latency;
 mod live;
 mod measure;

@@ -1,6 +1,5 @@
 //! What is managed of a program whose calls the agent does not see: long extents, but for what the [kernel says](smaps) of them.
 
-//!
 use crate::address_space::smaps;
 use crate::limits::ALL_MIN;
 use crate::range_attributes::{Attributes, RangeAttributes};

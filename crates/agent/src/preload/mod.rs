@@ -6,7 +6,8 @@
 //!
 //! The rooms that follow calls: `mapping`, `advice`, `locks`, `seals`, `keys`, `fork`, `malloc`, `without_agent`, `filters`, `credentials`,
 //! `userfaultfd`, `proc_task`, and `syscall` for those that come as a number. Below them: `active` says whether there is
-//! anything to follow, `early` notes what is mapped before that is known, `suspend` sends the agent away and has it back, `unmerge` makes memory plain, `pins` tells what is held.
+//! anything to follow, `early` notes what is mapped before that is known, `suspend` sends the agent away and has it back, `unmerge`
+//! makes memory plain, `pins` tells what is held.
 
 mod active;
 mod advice;

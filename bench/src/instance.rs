@@ -1,4 +1,4 @@
-//! A running program that holds the data, by the protocol of `bench/holders`.
+//! A running program that holds data, by the protocol of `bench/holders`.
 
 use crate::process::{Failure, Running, wait_for};
 use pagefold_os::procfs;
@@ -45,8 +45,23 @@ impl Instance {
 
     /// Has it compare every byte; returns what it says, or that it has ended.
     pub fn compare(&mut self) -> Result<(), String> {
+        self.ask("")
+    }
+
+    /// Gives it a line and waits until it says that all is right.
+    pub fn ask(&mut self, line: &str) -> Result<(), String> {
+        self.send(line)?;
+        self.answer()
+    }
+
+    /// Gives it a line.
+    pub fn send(&mut self, line: &str) -> Result<(), String> {
         let input = self.input.as_mut().expect("open until the end");
-        input.write_all(b"\n").map_err(|error| format!("it has ended: {error}"))?;
+        input.write_all(format!("{line}\n").as_bytes()).map_err(|error| format!("it has ended: {error}"))
+    }
+
+    /// Waits until it says that all is right.
+    pub fn answer(&self) -> Result<(), String> {
         match self.lines.recv_timeout(ANSWER_MAX) {
             Ok(line) if line == "right" => Ok(()),
             Ok(line) => Err(format!("it prints {line:?}")),

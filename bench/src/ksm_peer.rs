@@ -1,0 +1,29 @@
+//! The kernel's KSM as a peer: at full speed, for all memory of the programs.
+
+use crate::process::Failure;
+use pagefold_os::ksm;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// Takes KSM's settings for this run and sets the highest speed; it begins when its switch `run` is 1. Dropping the value restores
+/// them.
+pub fn at_full_speed() -> Result<ksm::Settings, Failure> {
+    let settings = ksm::Settings::take()?;
+    for (name, value) in [("pages_to_scan", 1_000_000), ("sleep_millisecs", 0)] {
+        ksm::write(name, value)?;
+    }
+    // Older kernels lack it.
+    let _ = ksm::write("use_zero_pages", 1);
+    Ok(settings)
+}
+
+/// Has all memory of the program that `command` starts merged (`PR_SET_MEMORY_MERGE`).
+pub fn merge_all(command: &mut Command) {
+    // SAFETY: between fork and exec the closure makes one system call, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| match libc::prctl(libc::PR_SET_MEMORY_MERGE, 1, 0, 0, 0) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        })
+    };
+}
