@@ -30,6 +30,14 @@ fn wait_until_parked(host: &Host, pid: i32) {
     wait_for("the policy to park the client", 60, || activity(host, pid) == "parked");
     let out = host.number(pid, "pages_out");
     assert!(out > PAGES * 9 / 10, "{out} pages of {PAGES} are out");
+    wait_for("the room for copies of its pages to be freed", 10, || kib_of(pid, "pagefold-cold-channel") < 256);
+}
+
+/// What the process has in memory of the files with this name, in KiB.
+fn kib_of(pid: i32, name: &str) -> u64 {
+    let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).expect("it lives");
+    let of_file = smaps.split_inclusive("VmFlags:").filter(|mapping| mapping.contains(name));
+    of_file.filter_map(|mapping| mapping.split_once("Rss:")?.1.split_whitespace().next()?.parse::<u64>().ok()).sum()
 }
 
 #[test]

@@ -127,6 +127,12 @@ impl AgentConnection {
         Ok((first..end.min(behind)).map(|place| self.channel.answer_of_page(place) == 1).collect())
     }
 
+    /// Frees the memory of what was copied last. The next copy makes it anew.
+    pub(crate) fn release_pages(&mut self) {
+        self.channel.release_pages();
+        self.room = 0;
+    }
+
     /// Has the agent take these pages away, if they equal what was copied last. Returns the places of pages that could
     /// not be moved and are worth another attempt.
     pub(crate) fn drop_pages(&mut self, entries: &[EvictEntry]) -> Result<Vec<u32>, Gone> {

@@ -23,7 +23,9 @@ pub(crate) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
         client.set_parked(true);
         let regions = begin(group, client, link)?;
         let parts = regions.into_iter().map(|region| (region, region)).collect();
-        evict_resident(client, link, &group.tier, parts, Effort::Dense)
+        let gone = evict_resident(client, link, &group.tier, parts, Effort::Dense);
+        link.release_pages();
+        gone
     })
 }
 
@@ -50,6 +52,14 @@ pub(crate) fn park_part(group: &Group, client: &Arc<Client>, part: &[Run]) -> Op
         let managed = part.iter().flat_map(|(range, _)| runs_within(*range, &regions));
         evict_resident(client, link, &group.tier, managed.collect(), Effort::Dense)
     })
+}
+
+/// Ends a parking that was done part by part: a client that waits needs no room for copies of its pages.
+pub(crate) fn end_parts(group: &Group, client: &Client) {
+    with_agent(group, client, |link| {
+        link.release_pages();
+        Ok(())
+    });
 }
 
 /// Does `act` with the agent of a client, unless the daemon stops or the client is suspended. The connection is given up if the

@@ -108,6 +108,7 @@ impl Parker {
         if job.parts.is_empty() {
             client.set_parked(true);
             client.wakings.sleep(nanoseconds(now));
+            park::end_parts(group, client);
             if group.config.park_densely {
                 group.densify();
             }
