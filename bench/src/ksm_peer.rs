@@ -1,7 +1,7 @@
 //! The kernel's KSM as a peer: at full speed, for all memory of the programs.
 
 use crate::process::Failure;
-use pagefold_os::ksm;
+use pagefold_os::{ksm, procfs};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -15,6 +15,15 @@ pub fn at_full_speed() -> Result<ksm::Settings, Failure> {
     // Older kernels lack it.
     let _ = ksm::write("use_zero_pages", 1);
     Ok(settings)
+}
+
+/// The kernel's thread that scans.
+///
+/// # Errors
+/// If this process does not see it, as in a pid namespace.
+pub fn scanner() -> Result<i32, Failure> {
+    let scanner = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
+    scanner.ok_or_else(|| "ksmd is not to be seen".into())
 }
 
 /// Has all memory of the program that `command` starts merged (`PR_SET_MEMORY_MERGE`).

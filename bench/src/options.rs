@@ -35,6 +35,21 @@ impl Extent {
     }
 }
 
+/// The rows of a table that are wanted.
+#[derive(Args, Debug)]
+pub struct Only {
+    /// Rows with this name only, or with names that begin so; may be repeated.
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+}
+
+impl Only {
+    /// Whether the row `name` is wanted; `None` if no row is named.
+    pub fn wants(&self, name: &str) -> Option<bool> {
+        (!self.only.is_empty()).then(|| self.only.iter().any(|only| name.starts_with(only.as_str())))
+    }
+}
+
 /// A number of things, at least one.
 pub fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "a whole number, at least 1".to_owned())

@@ -7,7 +7,7 @@
 mod kinds;
 mod way;
 
-use crate::options::{self, Extent, positive};
+use crate::options::{self, Extent, Only, positive};
 use crate::process::{self, Failure};
 use crate::record;
 use crate::restore;
@@ -28,9 +28,8 @@ use way::{Measured, Rest, Way};
     after_help = "Examples:\n  pagefold bench coverage --quick\n  pagefold bench coverage --only 'Java, Serial' --only Go --own-orders"
 )]
 struct Args {
-    /// Kinds with this name only, or with names that begin so; may be repeated.
-    #[arg(long, value_name = "NAME")]
-    only: Vec<String>,
+    #[command(flatten)]
+    only: Only,
     /// MiB that each instance holds.
     #[arg(long, value_name = "N", value_parser = positive)]
     mib: Option<usize>,
@@ -70,10 +69,7 @@ impl Args {
     }
 
     fn wants(&self, kind: &Kind) -> bool {
-        match self.only.is_empty() {
-            true => kind.is_quick || !self.extent.quick,
-            false => self.only.iter().any(|name| kind.name.starts_with(name.as_str())),
-        }
+        self.only.wants(kind.name).unwrap_or(kind.is_quick || !self.extent.quick)
     }
 }
 

@@ -1,6 +1,7 @@
 //! The engines: pagefold's daemon and the kernel's KSM, started, resumed and queried in the same way.
 
 use super::workload::{Shape, Workload};
+use crate::ksm_peer;
 use crate::process::{self, Failure, wait_for};
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
@@ -97,8 +98,7 @@ impl Running {
                 // Older kernels lack both.
                 let _ = ksm::write("use_zero_pages", 1);
                 let _ = ksm::write("smart_scan", smart_scan);
-                let scanner = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
-                let mut running = Running::Ksm(settings, scanner.ok_or("ksmd is not to be seen")?, 0);
+                let mut running = Running::Ksm(settings, ksm_peer::scanner()?, 0);
                 let before = running.look().merged;
                 if let Running::Ksm(_, _, held) = &mut running {
                     *held = before;

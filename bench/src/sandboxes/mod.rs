@@ -2,13 +2,13 @@
 //! it reply?
 //!
 //! Each sandbox is a Python program (`bench/holders/sandbox.py`). It does a scripted day of work, a part of which is the same in all
-//! sandboxes, and waits. Measured are the memory that the host lacks, before and after idle memory has left; the processor time of
-//! all while they wait; and the time to the first reply, of one sandbox after the other and of several at once. In the end each
-//! compares all that it holds.
+//! sandboxes, and waits. The bench measures the memory that all processes hold, before and after idle memory has left; their
+//! processor time while the sandboxes wait; and the time to the first reply, of one sandbox after the other and of several at once. In
+//! the end each sandbox compares all that it holds.
 
 mod way;
 
-use crate::options::{self, Extent, positive};
+use crate::options::{self, Extent, Only, positive};
 use crate::process::{self, Failure};
 use crate::record;
 use crate::restore;
@@ -26,9 +26,8 @@ use way::{Measured, Way};
     after_help = "Example:\n  pagefold bench sandboxes --sandboxes 24 --rounds 3"
 )]
 struct Args {
-    /// Ways with this name only, or with names that begin so; may be repeated.
-    #[arg(long, value_name = "NAME")]
-    only: Vec<String>,
+    #[command(flatten)]
+    only: Only,
     /// Sandboxes; without it 24 (with --quick 6).
     #[arg(long, value_name = "N", value_parser = positive)]
     sandboxes: Option<usize>,
@@ -98,7 +97,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
         json!({ "python": process::output(std::process::Command::new("python3").arg("--version"))?.trim() }),
     );
     let (mut rows, mut wrong) = (Vec::new(), Vec::new());
-    let wanted = |way: &Way| args.only.is_empty() || args.only.iter().any(|name| way.name().starts_with(name.as_str()));
+    let wanted = |way: &Way| args.only.wants(way.name()).unwrap_or(true);
     for way in Way::ALL.into_iter().filter(wanted) {
         if let Err(why) = way.can_be_measured() {
             eprintln!("SKIPPED: {}: {why}", way.name());

@@ -179,7 +179,7 @@ impl Way {
         several.iter_mut().for_each(|sandbox| check(sandbox.send("reply")));
         several.iter().for_each(|sandbox| check(sandbox.answer()));
         let at_once_max_ms = began.elapsed().as_secs_f64() * 1000.0;
-        sandboxes.iter_mut().for_each(|sandbox| check(sandbox.compare_all()));
+        sandboxes.iter_mut().for_each(|sandbox| check(sandbox.ask("compare")));
         let longest = times.last().copied().unwrap_or(f64::NAN);
         Ok(Measured {
             busy_mib,
@@ -191,12 +191,6 @@ impl Way {
             work_s,
             is_right,
         })
-    }
-}
-
-impl Instance {
-    fn compare_all(&mut self) -> Result<(), String> {
-        self.ask("compare")
     }
 }
 
@@ -226,13 +220,13 @@ impl Engine {
         (shares as f64 + compressed) / f64::from(1 << 20)
     }
 
-    /// All processes whose time counts: the sandboxes, the daemon, the kernel's threads.
+    /// The processes that the bench measures: the sandboxes, the daemon, the kernel's scanner.
     fn pids(&self, sandboxes: &[Instance]) -> Vec<i32> {
         let mut pids: Vec<i32> = sandboxes.iter().flat_map(Instance::pids).collect();
         let daemon = self.daemon.as_ref().and_then(|daemon| daemon.status().ok()?["pid"].as_i64());
         pids.extend(daemon.map(|pid| pid as i32));
         if self.ksm.is_some() {
-            pids.extend(procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd")));
+            pids.extend(ksm_peer::scanner().ok());
         }
         pids
     }

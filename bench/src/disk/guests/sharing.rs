@@ -4,13 +4,14 @@ use super::machines::{MOUNT, READ_TREE, boot_all, cpu_s, plain_setup, raw_drive,
 use crate::disk::args::GuestSize;
 use crate::disk::server::{Mount, Server};
 use crate::files::{cached_bytes, drop_cached};
+use crate::ksm_peer;
 use crate::process::Failure;
 use crate::record;
 use crate::scratch::Scratch;
 use crate::tool::Daemon;
 use crate::vm::{self, Boot, Guest, Setup, same};
 use pagefold_disk::Status;
-use pagefold_os::{ksm, procfs};
+use pagefold_os::ksm;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -94,8 +95,7 @@ fn by_ksm(
     rows: &mut Vec<Value>,
 ) -> Result<(), Failure> {
     images.iter().try_for_each(|image| drop_cached(image))?;
-    let ksmd = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
-    let ksmd = ksmd.ok_or("ksmd is not to be seen")?;
+    let ksmd = ksm_peer::scanner()?;
     let mut settings = ksm::Settings::take()?;
     ksm::write("run", 2)?;
     ksm::write("run", 0)?;
