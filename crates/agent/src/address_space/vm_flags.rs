@@ -1,4 +1,4 @@
-//! What is managed of a program whose calls the agent does not see: long extents, but for what the [kernel says](smaps) of them.
+//! What the agent manages of a program when it does not see the program's calls: long extents, as the [kernel](smaps) tells of them.
 
 use crate::address_space::smaps;
 use crate::limits::ALL_MIN;

@@ -62,7 +62,8 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
 /// As syscall(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-    if active() || is_early() {
+    let is_active = active();
+    if is_active || is_early() {
         match number {
             // SAFETY: the same call by its C name, with the program's own arguments.
             libc::SYS_munmap => return c_long::from(unsafe { munmap(a as *mut _, b) }),
@@ -75,7 +76,7 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             _ => {}
         }
     }
-    if active() {
+    if is_active {
         match number {
             // Libraries probe for it with no filter, or with flags that strict mode does not take: nothing is installed then.
             libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_STRICT as usize && b == 0 => leave_for_filter(),
