@@ -85,7 +85,7 @@ pub struct Args {
     /// What evicts pages to the cold tier
     #[arg(long, value_enum, default_value_t = ColdPolicy::Auto)]
     cold_policy: ColdPolicy,
-    /// Park clients of the cold tier that were idle for so long, 100ms at least; `never`: only `park` does
+    /// Park clients that were idle for so long, 100ms at least; `never`: only `park` does
     #[arg(long, value_name = "TIME", default_value = "never", value_parser = park_idle)]
     park_idle: Setting<Duration>,
     /// Spread the parking of a client over this time, no longer than --park-idle; `auto`: 10s, or --park-idle if that is shorter
