@@ -1,5 +1,9 @@
 //! Archives that attack: each gets one clear line, nothing is written outside the store, and what was stored stays.
 
+#[path = "common/archive.rs"]
+mod archive_bytes;
+
+use archive_bytes::{END, archive, file, header, padded, pax, seal};
 use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
 use pagefold_image::oci::{self, Wanted};
@@ -41,59 +45,6 @@ impl Bench {
         let around: Vec<_> = std::fs::read_dir(self.dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(around, ["store"]);
     }
-}
-
-/// A raw ustar header, with whatever the attack needs.
-fn header(path: &[u8], kind: u8, size: u64, link: &[u8]) -> Vec<u8> {
-    let mut block = vec![0u8; 512];
-    block[..path.len()].copy_from_slice(path);
-    block[100..108].copy_from_slice(b"0000644\0");
-    block[108..116].copy_from_slice(b"0000000\0");
-    block[116..124].copy_from_slice(b"0000000\0");
-    block[124..136].copy_from_slice(format!("{size:011o}\0").as_bytes());
-    block[136..148].copy_from_slice(b"00000000000\0");
-    block[156] = kind;
-    block[157..157 + link.len()].copy_from_slice(link);
-    block[257..265].copy_from_slice(b"ustar\x0000");
-    seal(&mut block);
-    block
-}
-
-fn seal(block: &mut [u8]) {
-    block[148..156].fill(b' ');
-    let sum: u32 = block[..512].iter().map(|&byte| u32::from(byte)).sum();
-    block[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
-}
-
-fn padded(bytes: &[u8]) -> Vec<u8> {
-    let mut out = bytes.to_vec();
-    out.resize(out.len().next_multiple_of(512), 0);
-    out
-}
-
-fn pax(records: &[(&str, &[u8])]) -> Vec<u8> {
-    let mut body = Vec::new();
-    for (key, value) in records {
-        let rest = key.len() + value.len() + 3;
-        let mut length = rest + 1;
-        while length.to_string().len() + rest > length {
-            length += 1;
-        }
-        body.extend(format!("{length} {key}=").bytes());
-        body.extend(*value);
-        body.push(b'\n');
-    }
-    [header(b"pax", b'x', body.len() as u64, b""), padded(&body)].concat()
-}
-
-fn file(path: &[u8], text: &[u8]) -> Vec<u8> {
-    [header(path, b'0', text.len() as u64, b""), padded(text)].concat()
-}
-
-const END: [u8; 1024] = [0; 1024];
-
-fn archive(parts: &[Vec<u8>]) -> Vec<u8> {
-    [parts.concat(), END.to_vec()].concat()
 }
 
 #[test]
@@ -429,7 +380,6 @@ fn layers_apply_with_whiteouts_and_opaque_directories() {
     assert!(import(&bench, dir.path()).unwrap_err().to_string().contains("whiteout"));
 }
 
-/// In whatever order they come.
 /// What container engines unpack without a word, this reads.
 #[test]
 fn layers_of_no_bytes_and_odd_links_are_read() {
@@ -470,6 +420,7 @@ fn a_directory_in_a_layer_replaces_a_file_of_that_name_below() {
     assert!(import(&bench, layers.path()).unwrap_err().to_string().contains("not a directory"));
 }
 
+/// In whatever order they come.
 #[test]
 fn a_whiteout_hides_the_lower_content_of_a_directory_in_the_same_layer() {
     let bench = Bench::new();

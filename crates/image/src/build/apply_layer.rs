@@ -2,11 +2,12 @@
 //! into memory and the store only.
 
 use super::Build;
+use super::acls::{Unresolved, set_acls};
 use super::omissions::{Omissions, WHITEOUT, clean_xattrs, is_whiteout};
 use crate::config::{Limits, Used};
 use crate::error::{Error, Result, input};
 use crate::format::erofs;
-use crate::format::tar::{Entry, EntryKind, Reader};
+use crate::format::tar::{Acls, Entry, EntryKind, Reader};
 use crate::progress::Progress;
 use crate::tree::{Id, Inode, Kind, Meta, ROOT, Tree, show};
 use std::collections::{BTreeMap, HashSet};
@@ -74,6 +75,7 @@ struct Apply<'a, 'b, R> {
     /// Whether names that begin with `.wh.` delete, as in OCI layers.
     whiteouts: bool,
     layer: Layer,
+    unresolved: Unresolved,
     omissions: &'a mut Omissions,
     progress: &'a Progress,
 }
@@ -97,7 +99,8 @@ pub fn apply_tar(
     if whiteouts {
         reader.allow_empty();
     }
-    let mut apply = Apply { build, tree, reader, whiteouts, layer: Layer::default(), omissions, progress };
+    let (layer, unresolved) = Default::default();
+    let mut apply = Apply { build, tree, reader, whiteouts, layer, unresolved, omissions, progress };
     let mut next = apply.reader.next_entry().map_err(Error::foreign)?;
     while let Some(entry) = next {
         apply.entry(entry)?;
@@ -108,6 +111,7 @@ pub fn apply_tar(
         apply.reader.check_end()?;
     }
     let used = apply.reader.used();
+    apply.unresolved.resolve(apply.tree, apply.reader.owners(), apply.omissions);
     check_rest(apply.reader.into_inner())?;
     Ok(used)
 }
@@ -128,8 +132,8 @@ fn check_rest(mut rest: impl Read) -> Result<()> {
 impl<R: Read> Apply<'_, '_, R> {
     /// Applies one entry.
     fn entry(&mut self, mut entry: Entry) -> Result<()> {
-        if entry.left_out {
-            self.omissions.add("ACLs or SELinux labels in a form that is not read were left out", &entry.path);
+        if entry.has_foreign_acl {
+            self.omissions.add("NFSv4 access control lists, which Linux does not have, were left out", &entry.path);
         }
         // A layer's labels belong to the policy of the system where it was packed. An archive of a tree may have been built
         // on this system, and keeps them.
@@ -148,8 +152,10 @@ impl<R: Read> Apply<'_, '_, R> {
             self.omissions.add(WHITEOUT, &entry.path);
             return Ok(());
         }
-        let meta = self.meta(entry);
-        self.tree.put_in(dir, &name, Inode { meta, kind })?;
+        let path = entry.path.clone();
+        let (meta, waiting) = self.meta(entry);
+        let id = self.tree.put_in(dir, &name, Inode { meta, kind })?;
+        self.unresolved.set(id, &path, waiting);
         self.layer.fresh.insert((dir, name));
         Ok(())
     }
@@ -170,7 +176,9 @@ impl<R: Read> Apply<'_, '_, R> {
         if entry.kind != EntryKind::Dir {
             return Err(input!("{:?}: the root of the tree must be a directory", show(&entry.path)));
         }
-        self.tree.inode_mut(ROOT).meta = self.meta(Entry { path: b"/".to_vec(), ..entry });
+        let (meta, waiting) = self.meta(Entry { path: b"/".to_vec(), ..entry });
+        self.tree.inode_mut(ROOT).meta = meta;
+        self.unresolved.set(ROOT, b"/", waiting);
         Ok(())
     }
 
@@ -235,13 +243,15 @@ impl<R: Read> Apply<'_, '_, R> {
         Ok(Kind::File(data))
     }
 
-    /// The entry's metadata, with the attributes that an image can carry.
-    fn meta(&mut self, entry: Entry) -> Meta {
-        let Entry { path, mut xattrs, mode, uid, gid, mtime_s, mtime_ns, kind, .. } = entry;
+    /// The entry's metadata, with the attributes that an image can carry, and the access control lists that wait for numbers.
+    fn meta(&mut self, entry: Entry) -> (Meta, Option<Acls>) {
+        let Entry { path, xattrs, mode, uid, gid, mtime_s, mtime_ns, kind, acls, .. } = entry;
         // Linux has no other mode for symbolic links; what an archive says of it is lost on unpacking.
         let mode = if matches!(kind, EntryKind::Symlink(_)) { 0o777 } else { mode };
-        clean_xattrs(&mut xattrs, &path, self.omissions);
-        Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs }
+        let mut meta = Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs };
+        let waiting = set_acls(&mut meta, &kind, &path, acls, self.reader.owners(), self.omissions);
+        clean_xattrs(&mut meta.xattrs, &path, self.omissions);
+        (meta, waiting)
     }
 }
 

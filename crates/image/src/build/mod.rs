@@ -1,5 +1,6 @@
 //! Builds: trees from directories, archives and OCI images, with their files in a store.
 
+mod acls;
 mod apply_layer;
 mod directory;
 mod import;

@@ -1,6 +1,6 @@
 //! What an image cannot carry, and what was left out of one.
 
-use crate::format::erofs;
+use crate::format::{acl, erofs};
 use crate::tree::{self, Kind, Xattrs, show};
 use std::collections::BTreeMap;
 
@@ -25,11 +25,17 @@ pub(super) fn clean_xattrs(xattrs: &mut Xattrs, path: &[u8], omissions: &mut Omi
     for _ in 0..tree::drop_overlay_xattrs(xattrs) {
         omissions.add("attributes that steer overlayfs or EROFS were left out", path);
     }
-    let mut total = 0;
+    let size = |name: &[u8], value: &[u8]| name.len() + value.len() + 8;
+    // An access control list goes before all others: its file's mode has the list's mask for the group, and without the list
+    // would grant the group more.
+    let mut total = xattrs.get(acl::ACCESS).map_or(0, |value| size(acl::ACCESS, value));
     xattrs.retain(|name, value| {
-        let size = name.len() + value.len() + 8;
+        if **name == *acl::ACCESS {
+            return true;
+        }
         // Linux reads no names longer than 255 bytes. Half of the format's space, so that the attributes that lead to an
         // object always fit.
+        let size = size(name, value);
         let fits = name.len() <= 255 && erofs::xattr_fits(name, value) && total + size < 1 << 17;
         if fits {
             total += size;
@@ -62,13 +68,14 @@ mod tests {
             (long(255), 1),
             (long(256), 1),
             (b"user.z".to_vec(), 60_000),
+            (acl::ACCESS.to_vec(), 10_000),
         ] {
             xattrs.insert(name.into(), vec![0; size].into());
         }
         let mut omissions = Omissions::default();
         clean_xattrs(&mut xattrs, b"file", &mut omissions);
         let kept: Vec<&[u8]> = xattrs.keys().map(|name| &**name).collect();
-        assert_eq!(kept, [&b"user.b"[..], &long(255), b"user.z"]);
+        assert_eq!(kept, [acl::ACCESS, b"user.b", &long(255), b"user.z"]);
         assert!(omissions.lines()[0].contains("cannot hold were left out (2; first: "), "{:?}", omissions.lines());
     }
 }

@@ -1,5 +1,6 @@
 //! Formats that are read and written without a store: tar, compressed streams, OCI documents, EROFS.
 
+pub(crate) mod acl;
 pub(crate) mod decompress;
 pub mod erofs;
 pub mod oci;

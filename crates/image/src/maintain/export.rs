@@ -2,9 +2,10 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Error, OUTPUT, Result};
+use crate::format::acl::{self, Acl};
 use crate::format::erofs;
 use crate::format::oci::Platform;
-use crate::format::tar::{self, Entry, EntryKind};
+use crate::format::tar::{self, Acls, Entry, EntryKind};
 use crate::progress::Progress;
 use crate::random_id::random_id;
 use crate::store::{Record, Store};
@@ -106,7 +107,9 @@ fn tar_entry(
     let xattrs = if matches!(kind, EntryKind::HardLink(_)) { Default::default() } else { meta.xattrs.clone() };
     let (mode, uid, gid) = (meta.mode, meta.uid, meta.gid);
     let (mtime_s, mtime_ns) = (meta.mtime_s, meta.mtime_ns);
-    let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, left_out: false };
+    let list = |name: &[u8]| xattrs.get(name).and_then(|value| Acl::from_attribute(value));
+    let acls = Acls { access: list(acl::ACCESS), default: list(acl::DEFAULT) };
+    let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, acls, has_foreign_acl: false };
     let mut bytes = Vec::new();
     tar::write_header(&mut bytes, &entry);
     out.write_all(&bytes).at_output(OUTPUT)?;

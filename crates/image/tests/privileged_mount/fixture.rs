@@ -106,9 +106,15 @@ pub fn sample(dir: &Path) {
     rustix::fs::setxattr(dir.join("usr"), "trusted.secret", b"t", XattrFlags::empty()).unwrap();
     let capability = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     rustix::fs::setxattr(dir.join("odd"), "security.capability", &capability, XattrFlags::empty()).unwrap();
-    let acl =
-        [2, 0, 0, 0, 1, 0, 6, 0, 255, 255, 255, 255, 4, 0, 4, 0, 255, 255, 255, 255, 32, 0, 4, 0, 255, 255, 255, 255];
-    let _ = rustix::fs::setxattr(dir.join("inline"), "system.posix_acl_access", &acl, XattrFlags::empty());
+    // Owner, a user, owning group, mask, others.
+    let acl: Vec<u8> = [(1, 6, u32::MAX), (2, 7, 1234), (4, 4, u32::MAX), (16, 7, u32::MAX), (32, 4, u32::MAX)]
+        .into_iter()
+        .flat_map(|(tag, bits, id): (u32, u32, u32)| [(tag | bits << 16).to_le_bytes(), id.to_le_bytes()].concat())
+        .collect();
+    let acl = [&2u32.to_le_bytes()[..], &acl].concat();
+    for (name, kind) in [("inline", "access"), ("odd", "access"), ("usr", "access"), ("usr", "default")] {
+        let _ = rustix::fs::setxattr(dir.join(name), format!("system.posix_acl_{kind}"), &acl, XattrFlags::empty());
+    }
 }
 
 /// Keeps other tests out that make mount namespaces or check what is collected: a new namespace copies all mounts, and

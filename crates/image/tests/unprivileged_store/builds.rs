@@ -197,27 +197,6 @@ fn a_directory_is_built_while_its_files_vanish() {
 }
 
 #[test]
-fn unread_attributes_are_reported() {
-    let Fixture { dir: _dir, store, .. } = Fixture::new();
-    for key in ["SCHILY.acl.access", "SCHILY.acl.default", "RHT.security.selinux"] {
-        let mut archive = tar::Builder::new(Vec::new());
-        archive.append_pax_extensions([(key, &b"user::rw-"[..])]).unwrap();
-        let mut header = tar::Header::new_ustar();
-        header.set_size(0);
-        header.set_cksum();
-        archive.append_data(&mut header, "file", &b""[..]).unwrap();
-        let bytes = archive.into_inner().unwrap();
-        let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
-        apply_tar(&build, &mut tree, &bytes[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
-        let lines = notes.lines();
-        assert!(
-            lines.len() == 1 && lines[0].contains("ACLs or SELinux") && lines[0].contains("file"),
-            "{key}: {lines:?}"
-        );
-    }
-}
-
-#[test]
 fn threads_that_build_the_same_content_store_it_once() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");

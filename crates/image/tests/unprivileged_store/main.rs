@@ -4,6 +4,10 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+#[path = "../common/archive.rs"]
+mod archive_bytes;
+
+mod acls;
 mod archives;
 mod builds;
 mod collector;

@@ -5,6 +5,7 @@ use super::options::{Kind, Mounted};
 use super::request::Request;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
+use crate::format::acl;
 use crate::layout::placed_objects;
 use crate::remove_tree::remove_tree;
 use crate::store::{FARM_SUFFIX, Lease, Store};
@@ -208,7 +209,7 @@ fn write_directory(
     result?;
     // Modes and times of directories last: making files in them changes both.
     for (path, id) in dirs.into_iter().rev() {
-        set_meta(tree, &path, id, user, notes)?;
+        set_meta(tree, &path, id, notes)?;
     }
     Ok(())
 }
@@ -245,7 +246,7 @@ impl Writer<'_> {
             FileKind::Socket => self.node(path, id, FileType::Socket, (0, 0))?,
         };
         if is_made {
-            set_meta(self.tree, &full, id, self.user, self.notes)?;
+            set_meta(self.tree, &full, id, self.notes)?;
             self.made.insert(id, full);
         } else {
             self.made.remove(&id);
@@ -360,13 +361,7 @@ fn differs(kind: &FileKind, path: &Path, redirects: &Redirects) -> io::Result<Op
 }
 
 /// Gives a file the owner, attributes, mode and times of inode `id`. What this user or file system cannot set is noted.
-pub(super) fn set_meta(
-    tree: &Tree,
-    path: &Path,
-    id: Id,
-    user: bool,
-    notes: &mut BTreeMap<&'static str, u64>,
-) -> Result<()> {
+pub(super) fn set_meta(tree: &Tree, path: &Path, id: Id, notes: &mut BTreeMap<&'static str, u64>) -> Result<()> {
     let inode = tree.inode(id);
     let meta = &inode.meta;
     let owner = (Some(rustix::fs::Uid::from_raw(meta.uid)), Some(rustix::fs::Gid::from_raw(meta.gid)));
@@ -376,22 +371,24 @@ pub(super) fn set_meta(
         }
         other => other.at(path)?,
     }
+    let mut mode = meta.mode;
     for (name, value) in &meta.xattrs {
         match rustix::fs::lsetxattr(path, &**name, value, XattrFlags::empty()) {
             Err(Errno::PERM | Errno::NOTSUP | Errno::ACCESS | Errno::INVAL) => {
                 *notes.entry("attributes are missing: setting them needs root").or_default() += 1;
+                mode = mode_without(name, value, mode);
             }
             // A disk does not stay full, but the attribute would be missing for good.
             Err(errno @ Errno::NOSPC) if is_full(path)? => return Err(errno).at(path),
             // ext4 keeps all of an inode's attributes in one block.
             Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {
                 *notes.entry("attributes are missing: too large for the store's file system").or_default() += 1;
+                mode = mode_without(name, value, mode);
             }
             other => other.at(path)?,
         }
     }
     if !matches!(inode.kind, FileKind::Symlink(_)) {
-        let mode = if user { meta.mode & 0o7777 } else { meta.mode };
         rustix::fs::chmod(path, Mode::from_raw_mode(mode.into())).at(path)?;
     }
     let time = Timespec { tv_sec: meta.mtime_s, tv_nsec: meta.mtime_ns.into() };
@@ -399,10 +396,28 @@ pub(super) fn set_meta(
     rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).at(path)
 }
 
+/// The mode of a file that cannot have the attribute `name`: without its access control list the mask in the mode would be
+/// the owning group's permission.
+fn mode_without(name: &[u8], value: &[u8], mode: u16) -> u16 {
+    match acl::Acl::from_attribute(value) {
+        Some(list) if name == acl::ACCESS => mode & 0o7000 | list.narrow_mode(),
+        _ => mode,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::tree::{Inode, Meta};
+
+    #[test]
+    fn a_file_without_its_list_has_a_narrow_mode() {
+        let list =
+            acl::Acl::parse(b"user::rw-,user:1:rwx,group::r--,mask::rwx,other::---").unwrap().to_attribute().unwrap();
+        assert_eq!(mode_without(acl::ACCESS, &list, 0o4670), 0o4640);
+        assert_eq!(mode_without(acl::DEFAULT, &list, 0o670), 0o670);
+        assert_eq!(mode_without(b"user.a", b"1", 0o670), 0o670);
+    }
 
     #[test]
     fn a_path_too_long_for_a_directory_is_one_short_line() {

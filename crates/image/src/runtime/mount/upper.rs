@@ -112,7 +112,7 @@ pub(super) fn prepare_upper(
     if empty && !own {
         without_xattrs(&root)?;
         // The root of the mount is the upper directory: it must look as the image's root does.
-        set_meta(&store.tree(digest)?, &root, ROOT, user, &mut notes)?;
+        set_meta(&store.tree(digest)?, &root, ROOT, &mut notes)?;
     }
     // Noted durably before the first change.
     let farm_noted = match (uses_farm, farm_note.exists()) {

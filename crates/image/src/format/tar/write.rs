@@ -1,0 +1,102 @@
+//! The headers of an entry, as this program writes them.
+
+use super::entry::{BLOCK, Entry, EntryKind};
+use super::pax::encode_keyword;
+
+/// Writes one entry's headers, PAX where ustar's fields are too small; the caller appends the data and [`pad`]s it.
+pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
+    let mut records = Vec::new();
+    let mut record = |key: &[u8], value: &[u8]| {
+        let rest = key.len() + value.len() + 3;
+        let mut length = rest + 1;
+        while length.to_string().len() + rest > length {
+            length += 1;
+        }
+        records.extend(length.to_string().bytes());
+        records.push(b' ');
+        records.extend(key);
+        records.push(b'=');
+        records.extend(value);
+        records.push(b'\n');
+    };
+    let (kind, size, link, device): (u8, u64, &[u8], (u32, u32)) = match &entry.kind {
+        EntryKind::File(size) => (b'0', *size, b"", (0, 0)),
+        EntryKind::HardLink(target) => (b'1', 0, target, (0, 0)),
+        EntryKind::Symlink(target) => (b'2', 0, target, (0, 0)),
+        EntryKind::Char(major, minor) => (b'3', 0, b"", (*major, *minor)),
+        EntryKind::Block(major, minor) => (b'4', 0, b"", (*major, *minor)),
+        EntryKind::Dir => (b'5', 0, b"", (0, 0)),
+        EntryKind::Fifo => (b'6', 0, b"", (0, 0)),
+    };
+    if entry.path.len() > 100 {
+        record(b"path", &entry.path);
+    }
+    if link.len() > 100 {
+        record(b"linkpath", link);
+    }
+    if size > 0o77_777_777_777 {
+        record(b"size", size.to_string().as_bytes());
+    }
+    if entry.uid > 0o7_777_777 {
+        record(b"uid", entry.uid.to_string().as_bytes());
+    }
+    if entry.gid > 0o7_777_777 {
+        record(b"gid", entry.gid.to_string().as_bytes());
+    }
+    if entry.mtime_s < 0 || entry.mtime_ns != 0 || entry.mtime_s > 0o77_777_777_777 {
+        let value = match (entry.mtime_s, entry.mtime_ns) {
+            (seconds, 0) => seconds.to_string(),
+            (seconds, ns) if seconds >= 0 => format!("{seconds}.{ns:09}"),
+            (seconds, ns) => format!("-{}.{:09}", (seconds + 1).unsigned_abs(), 1_000_000_000 - ns),
+        };
+        record(b"mtime", value.as_bytes());
+    }
+    // As text for archivers, and as attributes, as container engines write and read them.
+    for (key, list) in [(&b"SCHILY.acl.access"[..], &entry.acls.access), (b"SCHILY.acl.default", &entry.acls.default)] {
+        if let Some(list) = list {
+            record(key, &list.text());
+        }
+    }
+    for (name, value) in &entry.xattrs {
+        record(&[b"SCHILY.xattr.", &encode_keyword(name)[..]].concat(), value);
+    }
+    if !records.is_empty() {
+        out.extend(header_block(entry, b"pax", b'x', records.len() as u64, b"", device));
+        out.extend(&records);
+        pad(out, records.len() as u64);
+    }
+    out.extend(header_block(entry, &entry.path, kind, size, link, device));
+}
+
+/// One header block, with the mode, owner and time of `entry`.
+fn header_block(entry: &Entry, path: &[u8], kind: u8, size: u64, link: &[u8], device: (u32, u32)) -> [u8; BLOCK] {
+    let mut block = [0u8; BLOCK];
+    let octal = |block: &mut [u8; BLOCK], at: usize, width: usize, value: u64| {
+        let most = (1u64 << (3 * (width - 1))) - 1;
+        let digits = format!("{:0width$o}", if value > most { 0 } else { value }, width = width - 1);
+        block[at..at + digits.len()].copy_from_slice(digits.as_bytes());
+    };
+    let count = path.len().min(100);
+    block[..count].copy_from_slice(&path[..count]);
+    octal(&mut block, 100, 8, entry.mode.into());
+    octal(&mut block, 108, 8, entry.uid.into());
+    octal(&mut block, 116, 8, entry.gid.into());
+    octal(&mut block, 124, 12, size);
+    octal(&mut block, 136, 12, entry.mtime_s.max(0) as u64);
+    block[156] = kind;
+    let count = link.len().min(100);
+    block[157..157 + count].copy_from_slice(&link[..count]);
+    block[257..265].copy_from_slice(b"ustar\x0000");
+    octal(&mut block, 329, 8, device.0.into());
+    octal(&mut block, 337, 8, device.1.into());
+    block[148..156].fill(b' ');
+    let sum: u64 = block.iter().map(|&byte| u64::from(byte)).sum();
+    let digits = format!("{sum:06o}\0 ");
+    block[148..156].copy_from_slice(digits.as_bytes());
+    block
+}
+
+/// Fills up to a whole block after `size` bytes of data.
+pub(crate) fn pad(out: &mut Vec<u8>, size: u64) {
+    out.resize(out.len() + (BLOCK - size as usize % BLOCK) % BLOCK, 0);
+}
