@@ -2,7 +2,7 @@
 //!
 //! `bench/figures.toml` names the parts, the figures and where their values stand; see there.
 
-use crate::published::{self, Better, Line, Side};
+use crate::published::{self, Better, Definition, Side};
 use crate::stats::Spread;
 use crate::table::{self, digits};
 use serde::Deserialize;
@@ -141,13 +141,8 @@ fn records(root: &Path) -> Result<Vec<Record>, String> {
 
 /// The value of a cell over all rows that fit: of one row its own rounds, of several the rows are the rounds.
 fn value(rows: &[Value], wanted: &BTreeMap<String, Value>, at: &str, scale: f64) -> Option<Spread> {
-    let spread = |value: &Value| -> Option<Spread> {
-        let [median, low, high] = published::spread(value);
-        let median = median?;
-        Some(Spread { median, low: low.unwrap_or(median), high: high.unwrap_or(median) })
-    };
     let fitting = rows.iter().filter(|row| published::fits(row, wanted));
-    let found: Vec<Spread> = fitting.filter_map(|row| spread(row.pointer(at)?)).collect();
+    let found: Vec<Spread> = fitting.filter_map(|row| published::spread(row.pointer(at)?)).collect();
     let spread = match found.as_slice() {
         [] => return None,
         [one] => *one,
@@ -278,37 +273,34 @@ fn draw_listing(text: &mut String, listing: &Listing, records: &[Record]) {
 }
 
 /// What the source published, beside what is measured here.
-fn draw_published(text: &mut String, name: &str, records: &[Record]) -> Result<(), String> {
-    let definition = published::definition(name).ok_or_else(|| format!("bench/figures.toml: no source {name}"))?;
+fn draw_published(text: &mut String, definition: &Definition, records: &[Record]) -> Result<(), String> {
     let _ = write!(
         text,
         "\nPublished: {}. Machine: {}.\n\n|published|there|here|\n|---|---|---|\n",
         definition.title, definition.machine
     );
-    let of = |record: &&Record| definition.reads.iter().any(|bench| record.is_of(bench));
-    // All values of a figure come from one record: the one that has most of them, or the newest of these.
-    let compared: Vec<(&Record, Vec<Line>)> =
-        records.iter().filter(of).map(|record| (record, definition.compare(&record.rows))).collect();
     for figure in &definition.figure {
-        let measured = |lines: &[Line]| {
-            let is = |line: &&Line| line.figure == figure.title && line.side != Side::Published && line.value.is_some();
-            lines.iter().filter(is).count()
+        let bars = |rows: &[Value], is_published: bool| -> Result<Vec<String>, String> {
+            let mut cells = Vec::new();
+            for bar in figure.bar.iter().filter(|bar| (bar.side == Side::Published) == is_published) {
+                // The sum makes zero of negative zero.
+                let value = definition.value(bar, rows)?;
+                cells.extend(value.map(|value| format!("{} {}", bar.name, digits(value + 0.0))));
+            }
+            Ok(cells)
         };
-        let Some((record, lines)) = compared.iter().rev().max_by_key(|(_, lines)| measured(lines)) else { continue };
-        let join = |is_published: bool| -> String {
-            let lines = lines.iter().filter(|line| line.figure == figure.title);
-            let lines = lines.filter(|line| (line.side == Side::Published) == is_published);
-            // The sum makes zero of negative zero.
-            let cells: Vec<String> =
-                lines.filter_map(|line| Some(format!("{} {}", line.name, digits(line.value? + 0.0)))).collect();
-            cells.join("; ")
-        };
-        let (there, here) = (join(true), join(false));
-        if !there.is_empty() && !here.is_empty() {
-            let machine = short(&record.machine);
-            let note = figure.note.as_ref().map_or(String::new(), |note| format!(". {note}"));
-            let _ = writeln!(text, "|{}, {}{note}|{there}|{machine}: {here}|", figure.title, figure.unit);
+        // All values of a figure come from one record: the one that has most of them, or the newest of these.
+        let mut most: Option<(&Record, Vec<String>)> = None;
+        for record in records.iter().filter(|record| definition.reads.iter().any(|bench| record.is_of(bench))) {
+            let here = bars(&record.rows, false)?;
+            if here.len() > most.as_ref().map_or(0, |most| most.1.len()) {
+                most = Some((record, here));
+            }
         }
+        let Some((record, here)) = most else { continue };
+        let note = figure.note.as_ref().map_or(String::new(), |note| format!(". {note}"));
+        let (there, machine) = (bars(&[], true)?.join("; "), short(&record.machine));
+        let _ = writeln!(text, "|{}, {}{note}|{there}|{machine}: {}|", figure.title, figure.unit, here.join("; "));
     }
     Ok(())
 }
@@ -332,7 +324,7 @@ fn draw_machines(text: &mut String, records: &[Record]) {
     }
 }
 
-fn page(page: &Page, records: &[Record]) -> Result<String, String> {
+fn page(root: &Path, page: &Page, records: &[Record]) -> Result<String, String> {
     let mut text = format!("# Benchmarks\n\n{}\n", page.intro);
     draw_machines(&mut text, records);
     for part in &page.part {
@@ -344,7 +336,7 @@ fn page(page: &Page, records: &[Record]) -> Result<String, String> {
             draw_listing(&mut text, listing, records);
         }
         if let Some(source) = &part.source {
-            draw_published(&mut text, source, records)?;
+            draw_published(&mut text, &Definition::read(root, source)?, records)?;
         }
     }
     Ok(text)
@@ -387,7 +379,7 @@ fn draw(root: &Path) -> Result<[(&'static str, String); 2], String> {
     let (before, rest) = readme.split_once(MARKS[0]).ok_or("README.md: the mark before the figures is missing")?;
     let (_, after) = rest.split_once(MARKS[1]).ok_or("README.md: the mark after the figures is missing")?;
     let readme = [before, MARKS[0], &results(&figures, &records), MARKS[1], after].concat();
-    Ok([(PAGE, page(&figures, &records)?), (README, readme)])
+    Ok([(PAGE, page(root, &figures, &records)?), (README, readme)])
 }
 
 /// `pagefold bench figures`: draws the pages of the source tree in the current directory.

@@ -70,17 +70,6 @@ impl Group {
         text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok()).unwrap_or(0)
     }
 
-    /// Bytes of file cache that no program has mapped: the kernel drops it first.
-    pub fn idle_file_cache(&self) -> u64 {
-        let text = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
-        let field = |name: &str| -> u64 {
-            let value = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok();
-            text.lines().find_map(value).unwrap_or(0)
-        };
-        // Each version has its own name for the last.
-        (field("active_file") + field("inactive_file")).saturating_sub(field("mapped_file") + field("file_mapped"))
-    }
-
     /// The number in the first of these files that there is: each version has its own names.
     pub fn number(&self, names: &[&str]) -> Option<u64> {
         names.iter().find_map(|name| fs::read_to_string(self.path.join(name)).ok()?.trim().parse().ok())

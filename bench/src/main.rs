@@ -1,7 +1,7 @@
 //! The benchmarks of pagefold, side by side with their peers.
 //!
 //! One module per benchmark; each prints a table, or JSON with `--json`, and
-//! ends in seconds with `--quick`. What the sources published stands below its table.
+//! ends in seconds with `--quick`. Each runs in a process of its own, which leaves its rows in a file.
 
 mod coverage;
 mod disk;
@@ -30,14 +30,14 @@ mod vm;
 mod zswap;
 
 use process::Failure;
-use published::Definition;
 use record::Measured;
 use serde_json::{Value, json};
+use std::ffi::OsStr;
+use std::io;
 use std::path::Path;
-use std::process::{ExitCode, Stdio};
-use std::time::Instant;
+use std::process::{ExitCode, ExitStatus, Stdio};
 
-/// Where a bench that another one has started leaves its rows.
+/// Where the process of a bench leaves its rows.
 const ROWS: &str = "PAGEFOLD_BENCH_ROWS";
 
 /// A benchmark: its name, one line about it, and its entry point, which gets the remaining arguments.
@@ -47,16 +47,16 @@ type Bench = (&'static str, &'static str, fn(&[String]) -> ExitCode);
 const BENCHES: &[Bench] = &[
     ("coverage", "programs of many kinds: merging against the kernel's KSM", coverage::run),
     ("erofs", "image trees: page cache shared by content, against other ways", image::run),
-    ("pagecache", "disk images against the kernel's page cache, plain FUSE and qcow2", disk::run),
-    ("index", "SD tree and B-tree against other maps", index::run),
-    ("kv", "forrest against other maps, LMDB and redis; shared stores", kv::run),
+    ("pagecache", "disk images against the kernel's page cache, plain FUSE and KSM", disk::run),
+    ("index", "SD tree, B-tree and forrest against other maps", index::run),
+    ("kv", "forrest against the source's red-black tree and LMDB", kv::run),
     ("pageone", "live memory: merging against the kernel's KSM", pageone::run),
     (
         "sandboxes",
         "programs that mostly wait: memory, processor time and replies, against KSM and zswap",
         sandboxes::run,
     ),
-    ("zswap", "cold tier against zswap, zram and other indexes", zswap::run),
+    ("zswap", "cold tier against zswap and a red-black tree", zswap::run),
 ];
 
 /// The benchmarks that `name` stands for.
@@ -81,53 +81,8 @@ fn take(args: &mut Vec<String>, name: &str) -> Result<Option<String>, String> {
     }
 }
 
-/// Runs several benchmarks, each in a process of its own; a failure does not stop the others.
-fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(String, Vec<Value>)>, ExitCode) {
-    let mut measured = Vec::new();
-    let mut failed = Vec::new();
-    let mut run = |name: &str, tag: &str, args: &[String]| {
-        eprintln!("--- {name} {}", args.join(" "));
-        match one(name, args, record, tag) {
-            Ok(rows) => measured.push((name.to_string(), rows)),
-            Err(error) => {
-                eprintln!("pagefold-bench {name}: {error}");
-                failed.push(name.to_string());
-            }
-        }
-    };
-    let rest: Vec<String> = args.iter().filter(|arg| *arg != "--full").cloned().collect();
-    if rest.len() == args.len() {
-        names.iter().for_each(|name| run(name, &record::tag(args), args));
-    } else {
-        let began = Instant::now();
-        for planned in full::runs(names) {
-            let words: Vec<String> =
-                planned.args.iter().map(|word| word.to_string()).chain(rest.iter().cloned()).collect();
-            if planned.fits(began.elapsed()) {
-                run(planned.bench, planned.tag, &words);
-            } else {
-                let alone = format!("pagefold bench {} {}", planned.bench, words.join(" "));
-                eprintln!("SKIPPED: two hours are not enough for {alone}");
-            }
-        }
-    }
-    if failed.is_empty() {
-        return (measured, ExitCode::SUCCESS);
-    }
-    eprintln!("pagefold-bench: failed: {}", failed.join(", "));
-    (measured, ExitCode::FAILURE)
-}
-
-fn one(name: &str, args: &[String], record: Option<&str>, tag: &str) -> Result<Vec<Value>, Failure> {
-    let measured = in_child(name, args)?;
-    if let Some(dir) = record {
-        keep(dir, name, tag, args, &measured)?;
-    }
-    Ok(measured.rows)
-}
-
-/// Runs a benchmark in a process of its own and returns what it measured; with `--json` it prints no table.
-fn in_child(name: &str, args: &[String]) -> Result<Measured, Failure> {
+/// Runs a benchmark in a process of its own; returns how it ended and what it measured. With `--json` it prints no table.
+fn in_child(name: &str, args: &[String]) -> io::Result<(ExitStatus, Option<Measured>)> {
     let rows = tempfile::NamedTempFile::new()?;
     let mut command = process::own(name)?;
     command.args(args).env(ROWS, rows.path());
@@ -135,51 +90,62 @@ fn in_child(name: &str, args: &[String]) -> Result<Measured, Failure> {
         command.stdout(Stdio::null());
     }
     let status = command.status()?;
-    if !status.success() {
-        return Err(status.to_string().into());
-    }
-    Ok(serde_json::from_slice(&std::fs::read(rows.path())?)?)
+    Ok((status, serde_json::from_slice(&std::fs::read(rows.path())?).ok()))
 }
 
-/// Records the rows in `dir`, with machine, kernel, versions and commit.
-fn keep(dir: &str, name: &str, tag: &str, args: &[String], measured: &Measured) -> Result<(), String> {
-    let path = record::write(Path::new(dir), name, tag, args, measured).map_err(|error| format!("{dir}: {error}"))?;
-    eprintln!("recorded in {}", path.display());
-    Ok(())
+/// The process of a benchmark. Its own helper processes come here too; they emit nothing.
+fn bench(name: &str, args: &[String], rows: Option<&OsStr>) -> ExitCode {
+    let (_, _, run) = BENCHES.iter().find(|bench| bench.0 == name).expect("a name of the list");
+    let code = run(args);
+    let Some((rows, measured)) = rows.zip(record::emitted()) else { return code };
+    std::fs::write(rows, json!(measured).to_string()).map_or(ExitCode::FAILURE, |()| code)
 }
 
-/// Prints what was published beside what was measured, or all of it as JSON.
-fn conclude(name: &str, args: &[String], measured: Vec<(String, Vec<Value>)>) {
-    let mut compared = Vec::new();
-    let concerned = |definition: &Definition| measured.iter().any(|(bench, _)| definition.reads.contains(bench));
-    for definition in published::names().filter_map(published::definition).filter(concerned) {
-        let of = |bench: &String| definition.reads.contains(bench);
-        let rows: Vec<Value> =
-            measured.iter().filter(|(bench, _)| of(bench)).flat_map(|(_, rows)| rows.iter().cloned()).collect();
-        let lines = definition.compare(&rows);
-        if !args.iter().any(|arg| arg == "--json") {
-            print!("{}", published::table(&definition, &lines));
-        }
-        compared.extend(lines);
+/// What is run: a benchmark, the tag of its record, its arguments.
+type Planned = (&'static str, String, Vec<String>);
+
+/// The runs that these arguments ask for. `--full` of a whole benchmark may be several.
+fn plan(names: &[&'static str], args: &[String]) -> Vec<Planned> {
+    let rest: Vec<String> = args.iter().filter(|arg| *arg != "--full").cloned().collect();
+    let is_whole = names.len() > 1 || rest.iter().all(|arg| arg == "--json");
+    if rest.len() == args.len() || !is_whole {
+        return names.iter().map(|name| (*name, record::tag(args), args.to_vec())).collect();
     }
-    if args.iter().any(|arg| arg == "--json") {
-        let rows: Vec<Value> = measured
-            .into_iter()
-            .flat_map(|(bench, rows)| {
-                rows.into_iter().map(move |mut row| {
-                    // Rows of `erofs` have a field `bench` of their own.
-                    if let Some(row) = row.as_object_mut() {
-                        row.entry("bench").or_insert_with(|| bench.clone().into());
-                    }
-                    row
-                })
-            })
-            .collect();
-        let document = json!({
-            "bench": name, "arguments": args, "circumstances": record::circumstances(), "published": compared, "rows": rows,
+    let words = |line: &str| line.split(' ').map(str::to_owned).chain(rest.iter().cloned()).collect();
+    full::runs(names).map(|run| (run.bench, run.tag.to_owned(), words(run.line))).collect()
+}
+
+/// Runs a benchmark and records its rows; returns them with the exit code.
+fn run(planned: &Planned, record: Option<&str>) -> Result<(Vec<Value>, u8), Failure> {
+    let (name, tag, args) = planned;
+    let (status, measured) = in_child(name, args)?;
+    let code = status.code().map_or(1, |code| code as u8);
+    let Some(mut measured) = measured else { return Ok((Vec::new(), code)) };
+    if let Some(dir) = record.filter(|_| code == 0) {
+        let path =
+            record::write(Path::new(dir), name, tag, args, &measured).map_err(|error| format!("{dir}: {error}"))?;
+        eprintln!("recorded in {}", path.display());
+    }
+    // Rows of `erofs` have a field `bench` of their own.
+    for row in measured.rows.iter_mut().filter_map(Value::as_object_mut) {
+        row.entry("bench").or_insert_with(|| (*name).into());
+    }
+    Ok((measured.rows, code))
+}
+
+/// Runs benchmarks one after the other; a failure does not stop the others.
+fn run_all(planned: &[Planned], record: Option<&str>) -> (Vec<Value>, u8) {
+    let (mut all, mut worst) = (Vec::new(), 0);
+    for planned in planned {
+        eprintln!("--- {} {}", planned.0, planned.2.join(" "));
+        let (rows, code) = run(planned, record).unwrap_or_else(|error| {
+            eprintln!("pagefold-bench {}: {error}", planned.0);
+            (Vec::new(), 1)
         });
-        println!("{document:#}");
+        all.extend(rows);
+        worst = worst.max(code);
     }
+    (all, worst)
 }
 
 /// The help text. `.ci/run` takes the names of the benchmarks from the lines that begin with two spaces.
@@ -210,8 +176,9 @@ fn main() -> ExitCode {
     }
     let name = args.remove(0);
     let chosen = named(&name);
-    let asks_help = |word: &str| ["--help", "-h", "help"].contains(&word);
-    if asks_help(&name) || (chosen.len() > 1 && args.iter().any(|arg| asks_help(arg))) {
+    let is_help = |word: &str| ["--help", "-h", "help"].contains(&word);
+    let asks_help = args.iter().any(|arg| is_help(arg));
+    if is_help(&name) || (chosen.len() > 1 && asks_help) {
         println!("{}", help());
         return ExitCode::SUCCESS;
     }
@@ -222,37 +189,22 @@ fn main() -> ExitCode {
         return usage_error(&format!("pagefold-bench: no benchmark is called {name}"));
     }
     // Printing help measures nothing, so it does not wait for another run to end.
-    let help = args.iter().any(|arg| asks_help(arg));
-    if let Some(code) = (!help).then(restore::guarded).flatten() {
+    if let Some(code) = (!asks_help).then(restore::guarded).flatten() {
         return code;
+    }
+    let rows = std::env::var_os(ROWS);
+    if asks_help || rows.is_some() {
+        return bench(chosen[0], &args, rows.as_deref());
     }
     let record = match take(&mut args, "--record") {
         Ok(record) => record,
         Err(error) => return usage_error(&format!("pagefold-bench: {error}")),
     };
-    // A full run of one bench may be several runs of it, each in a process of its own.
-    let whole = args.iter().all(|arg| arg == "--full" || arg == "--json") && args.iter().any(|arg| arg == "--full");
-    let whole = whole && std::env::var_os(ROWS).is_none();
-    let alone = BENCHES.iter().find(|bench| chosen == [bench.0] && !(whole && full::runs(&[bench.0]).len() > 1));
-    let (measured, code) = match alone {
-        Some((_, _, run)) => {
-            let code = run(&args);
-            // Helper processes of benches emit nothing, nor does a bench with wrong options.
-            let Some(measured) = record::emitted() else { return code };
-            if let Some(path) = std::env::var_os(ROWS) {
-                let written = std::fs::write(&path, json!(measured).to_string());
-                return written.map_or(ExitCode::FAILURE, |()| code);
-            }
-            if let Some(dir) = record.filter(|_| code == ExitCode::SUCCESS)
-                && let Err(error) = keep(&dir, &name, &record::tag(&args), &args, &measured)
-            {
-                eprintln!("pagefold-bench {name}: {error}");
-                return ExitCode::FAILURE;
-            }
-            (vec![(name.clone(), measured.rows)], code)
-        }
-        None => several(&chosen, &args, record.as_deref()),
-    };
-    conclude(&name, &args, measured);
-    code
+    let (rows, code) = run_all(&plan(&chosen, &args), record.as_deref());
+    if args.iter().any(|arg| arg == "--json") {
+        let document =
+            json!({ "bench": name, "arguments": args, "circumstances": record::circumstances(), "rows": rows });
+        println!("{document:#}");
+    }
+    ExitCode::from(code)
 }

@@ -1,18 +1,8 @@
 //! Options that several benches have, and how they are parsed.
 
 use crate::process::Failure;
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, Parser};
 use std::process::ExitCode;
-
-/// The clock of a rate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Clock {
-    /// Wall-clock time: for a quiet machine.
-    Wall,
-    /// Processor time: for a busy machine.
-    Cpu,
-}
 
 /// How much a bench measures, and how it prints that.
 #[derive(Args, Debug)]
@@ -58,7 +48,7 @@ pub fn positive(text: &str) -> Result<usize, String> {
 /// Options of the benches of indexes and stores.
 #[derive(Args, Debug)]
 pub struct Common {
-    /// Keys in the structure; without it a million (with --quick 200,000).
+    /// Keys in the structure; without it a million (with --quick 200,000, with --full ten million).
     #[arg(long, value_name = "N", value_parser = positive)]
     pub keys: Option<usize>,
     /// Threads, as a list: each number is measured.
@@ -75,12 +65,12 @@ pub struct Common {
 }
 
 impl Common {
-    /// The number of keys; without --keys, `full` with --full.
-    pub fn keys(&self, full: usize) -> usize {
+    /// The number of keys.
+    pub fn keys(&self) -> usize {
         self.keys.unwrap_or(if self.extent.quick {
             200_000
         } else if self.extent.full {
-            full
+            10_000_000
         } else {
             1_000_000
         })
@@ -125,7 +115,7 @@ mod tests {
     fn a_measurement_of_nothing_is_refused() {
         let parsed = |option: &str, value: &str| {
             let args = [option.to_owned(), value.to_owned()];
-            parse::<Bench>("kv", &args).map(|bench| bench.common.keys(7))
+            parse::<Bench>("kv", &args).map(|bench| bench.common.keys())
         };
         for (option, value) in [("--keys", "0"), ("--threads", "1,0"), ("--rounds", "0"), ("--keys", "x")] {
             assert!(parsed(option, value).is_err(), "{option} {value}");

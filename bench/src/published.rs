@@ -5,53 +5,25 @@
 //! such (a speed per thread, a ratio) is a formula over published rows, so that anyone can follow it.
 
 use crate::stats::Spread;
-use crate::table::digits;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::path::Path;
 
-/// The definitions, in the order of the sources.
-const FILES: [(&str, &str); 5] = [
-    ("pageone", include_str!("../definitions/pageone.toml")),
-    ("pagecache", include_str!("../definitions/pagecache.toml")),
-    ("zswap", include_str!("../definitions/zswap.toml")),
-    ("llds", include_str!("../definitions/llds.toml")),
-    ("erofs", include_str!("../definitions/erofs.toml")),
-];
-
-/// A source: what it measured on what, and the figures that can be compared.
+/// A source: what it measured on what, and the figures that can be compared. The file has more, for its readers.
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Definition {
-    pub name: String,
     pub title: String,
-    pub source: String,
     pub machine: String,
-    pub workload: String,
-    pub here: String,
-    pub command: String,
     /// The benches that measure its rows.
     pub reads: Vec<String>,
-    pub published: Vec<Published>,
+    /// Rows of the source: a name (`id`), a value, the place, the words.
+    pub published: Vec<Value>,
     pub figure: Vec<Figure>,
 }
 
-/// A row of the source.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct Published {
-    /// Name in formulas.
-    pub id: String,
-    pub system: String,
-    pub what: String,
-    pub value: f64,
-    pub unit: String,
-    pub place: String,
-    pub quote: String,
-}
-
 /// Which way is good.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Better {
     More,
@@ -59,22 +31,12 @@ pub enum Better {
 }
 
 /// The owner of a value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Side {
     Published,
     Peer,
     Ours,
-}
-
-impl Side {
-    pub fn name(self) -> &'static str {
-        match self {
-            Side::Published => "published",
-            Side::Peer => "peer",
-            Side::Ours => "ours",
-        }
-    }
 }
 
 /// A figure that can be compared: values that stand beside each other.
@@ -83,7 +45,6 @@ impl Side {
 pub struct Figure {
     pub title: String,
     pub unit: String,
-    pub better: Better,
     /// What a reader must know to compare fairly.
     pub note: Option<String>,
     pub bar: Vec<Bar>,
@@ -96,94 +57,49 @@ pub struct Bar {
     pub side: Side,
     pub name: String,
     /// A formula over the published rows.
-    pub from: Option<String>,
+    from: Option<String>,
     /// Fields that the row of the record must have, of a list any; the last such row counts.
     #[serde(default)]
-    pub row: BTreeMap<String, Value>,
+    row: BTreeMap<String, Value>,
     /// The JSON pointer of the value in the row.
     #[serde(default)]
-    pub at: String,
+    at: String,
     /// The value is divided by this one.
-    pub by: Option<Cell>,
+    by: Option<Cell>,
     /// And multiplied by this.
-    pub scale: Option<f64>,
+    scale: Option<f64>,
 }
 
 /// A value in a record.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Cell {
+struct Cell {
     row: BTreeMap<String, Value>,
     at: String,
 }
 
-/// A line of the comparison.
-#[derive(Debug, Serialize)]
-pub struct Line {
-    pub source: String,
-    pub figure: String,
-    pub unit: String,
-    pub better: Better,
-    pub side: Side,
-    pub name: String,
-    pub value: Option<f64>,
-    pub low: Option<f64>,
-    pub high: Option<f64>,
-}
-
-/// The definition of a source.
-///
-/// # Panics
-/// If a definition of this program is malformed; a test reads them all.
-pub fn definition(name: &str) -> Option<Definition> {
-    let (_, text) = FILES.iter().find(|file| file.0 == name)?;
-    Some(toml::from_str(text).unwrap_or_else(|error| panic!("bench/definitions/{name}.toml: {error}")))
-}
-
-/// The names of all sources.
-pub fn names() -> impl Iterator<Item = &'static str> {
-    FILES.iter().map(|file| file.0)
-}
-
 impl Definition {
-    /// The figures of this source, with the values that these rows have for them.
-    pub fn compare(&self, rows: &[Value]) -> Vec<Line> {
-        let lines = self.figure.iter().flat_map(|figure| figure.bar.iter().map(move |bar| (figure, bar)));
-        lines
-            .map(|(figure, bar)| {
-                let [value, low, high] = self.value(bar, rows);
-                Line {
-                    source: self.name.clone(),
-                    figure: figure.title.clone(),
-                    unit: figure.unit.clone(),
-                    better: figure.better,
-                    side: bar.side,
-                    name: bar.name.clone(),
-                    value,
-                    low,
-                    high,
-                }
-            })
-            .collect()
+    /// Reads the definition of a source in the source tree `root`.
+    pub fn read(root: &Path, name: &str) -> Result<Definition, String> {
+        let path = root.join(format!("bench/definitions/{name}.toml"));
+        let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        toml::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))
     }
 
-    fn value(&self, bar: &Bar, rows: &[Value]) -> [Option<f64>; 3] {
+    /// The value of a bar in these rows, if they have it.
+    pub fn value(&self, bar: &Bar, rows: &[Value]) -> Result<Option<f64>, String> {
         if let Some(formula) = &bar.from {
-            return [Some(self.calculate(formula).expect("a test calculates all formulas")), None, None];
+            return self.calculate(formula).map(Some);
         }
-        let mut found = look(rows, &bar.row, &bar.at);
+        let mut value = look(rows, &bar.row, &bar.at);
         if let Some(by) = &bar.by {
-            // Extremes of a quotient of two medians mean nothing.
-            let [by, ..] = look(rows, &by.row, &by.at);
-            found = [found[0].zip(by).map(|(value, by)| value / by), None, None];
+            value = value.zip(look(rows, &by.row, &by.at)).map(|(value, by)| value / by);
         }
-        let scale = bar.scale.unwrap_or(1.0);
-        let [value, low, high] = found.map(|value| value.map(|value| value * scale).filter(|value| value.is_finite()));
-        if scale < 0.0 { [value, high, low] } else { [value, low, high] }
+        Ok(value.map(|value| value * bar.scale.unwrap_or(1.0)).filter(|value| value.is_finite()))
     }
 
     /// The value of a formula: numbers, names of published rows, `+ - * /` and parentheses.
-    pub fn calculate(&self, formula: &str) -> Result<f64, String> {
+    fn calculate(&self, formula: &str) -> Result<f64, String> {
         let mut rest = formula;
         let value = self.sum(&mut rest)?;
         if rest.trim().is_empty() { Ok(value) } else { Err(format!("{formula}: what is {rest:?}?")) }
@@ -216,7 +132,7 @@ impl Definition {
         let end = text.find(|c: char| !(c.is_ascii_alphanumeric() || "_.".contains(c))).unwrap_or(text.len());
         let (word, after) = text.split_at(end);
         *rest = after;
-        let named = self.published.iter().find(|row| row.id == word).map(|row| row.value);
+        let named = self.published.iter().find(|row| row["id"] == word).and_then(|row| row["value"].as_f64());
         named.or_else(|| word.parse().ok()).ok_or_else(|| format!("no published row {word:?}"))
     }
 }
@@ -236,9 +152,9 @@ pub fn fits(row: &Value, wanted: &BTreeMap<String, Value>) -> bool {
     })
 }
 
-/// Value, least and most of a cell, from the last row that has it.
-fn look(rows: &[Value], wanted: &BTreeMap<String, Value>, at: &str) -> [Option<f64>; 3] {
-    rows.iter().rev().filter(|row| fits(row, wanted)).find_map(|row| row.pointer(at)).map_or([None; 3], spread)
+/// The value of a cell, from the last row that has it.
+fn look(rows: &[Value], wanted: &BTreeMap<String, Value>, at: &str) -> Option<f64> {
+    rows.iter().rev().filter(|row| fits(row, wanted)).find_map(|row| spread(row.pointer(at)?)).map(|found| found.median)
 }
 
 fn same(a: &Value, b: &Value) -> bool {
@@ -246,58 +162,17 @@ fn same(a: &Value, b: &Value) -> bool {
 }
 
 /// A number, the median and the extremes of a list, or what `{median, low, high}` says.
-pub fn spread(value: &Value) -> [Option<f64>; 3] {
+pub fn spread(value: &Value) -> Option<Spread> {
     match value {
-        Value::Array(rounds) => {
-            let spread = Spread::of(rounds.iter().filter_map(Value::as_f64));
-            [spread.median, spread.low, spread.high].map(|value| Some(value).filter(|value| value.is_finite()))
+        Value::Array(rounds) => Some(Spread::of(rounds.iter().filter_map(Value::as_f64))),
+        Value::Object(spread) => {
+            let field = |name: &str| spread.get(name).and_then(Value::as_f64);
+            let median = field("median")?;
+            Some(Spread { median, low: field("low").unwrap_or(median), high: field("high").unwrap_or(median) })
         }
-        Value::Object(spread) => ["median", "low", "high"].map(|name| spread.get(name).and_then(Value::as_f64)),
-        number => [number.as_f64(), None, None],
+        number => number.as_f64().map(|number| Spread::of([number])),
     }
-}
-
-/// The comparison as text; figures of which nothing was measured are left out.
-pub fn table(definition: &Definition, lines: &[Line]) -> String {
-    use std::fmt::Write;
-    let mut text = format!(
-        "\n{}: {}\n  there: {}\n         {}\n  here:  {}\n         {}\n",
-        definition.title,
-        definition.source,
-        definition.workload,
-        definition.machine,
-        definition.here,
-        definition.command
-    );
-    let measured = |figure: &&Figure| {
-        lines.iter().any(|line| line.figure == figure.title && line.side != Side::Published && line.value.is_some())
-    };
-    if !definition.figure.iter().any(|figure| measured(&figure)) {
-        return String::new();
-    }
-    let shown: Vec<&Figure> = definition.figure.iter().filter(measured).collect();
-    let formulas: Vec<&str> =
-        shown.iter().flat_map(|figure| &figure.bar).filter_map(|bar| bar.from.as_deref()).collect();
-    let words = |formula: &str| -> Vec<String> {
-        formula.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).map(str::to_string).collect()
-    };
-    let used: Vec<String> = formulas.into_iter().flat_map(words).collect();
-    for row in definition.published.iter().filter(|row| used.contains(&row.id)) {
-        let _ = writeln!(text, "    {}: {}: {} {} ({})", row.system, row.what, row.value, row.unit, row.place);
-    }
-    for figure in shown {
-        let _ = writeln!(text, "  {}, {} ({:?} is better)", figure.title, figure.unit, figure.better);
-        for line in lines.iter().filter(|line| line.figure == figure.title) {
-            let value = line.value.map_or("not in these rows".into(), digits);
-            let range = line.low.zip(line.high).filter(|(low, high)| low != high);
-            let range = range.map(|(low, high)| format!("  ({} to {})", digits(low), digits(high))).unwrap_or_default();
-            let _ = writeln!(text, "    {:10} {:36} {value:>9}{range}", line.side.name(), line.name);
-        }
-        if let Some(note) = &figure.note {
-            let _ = writeln!(text, "    {note}");
-        }
-    }
-    text
+    .filter(|spread| spread.median.is_finite())
 }
 
 #[cfg(test)]
@@ -305,22 +180,24 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn definition(name: &str) -> Definition {
+        Definition::read(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")), name).unwrap()
+    }
+
     #[test]
-    fn definitions_parse_and_hold_together() {
-        for name in names() {
-            let definition = definition(name).unwrap();
-            assert_eq!(definition.name, name);
-            let mut ids: Vec<_> = definition.published.iter().map(|row| &row.id).collect();
-            ids.sort();
+    fn definitions_hold_together() {
+        for name in ["pageone", "pagecache", "zswap", "llds", "erofs"] {
+            let definition = definition(name);
+            let mut ids: Vec<_> = definition.published.iter().map(|row| row["id"].as_str().unwrap()).collect();
+            ids.sort_unstable();
             assert!(ids.windows(2).all(|pair| pair[0] != pair[1]), "{name}: an id is there twice");
             for row in &definition.published {
-                assert!(
-                    !row.place.is_empty() && !row.quote.is_empty(),
-                    "{name}: {} does not say where it stands",
-                    row.id
-                );
+                let says = |field: &str| row[field].as_str().is_some_and(|text| !text.is_empty());
+                assert!(says("place") && says("quote"), "{name}: {} does not say where it stands", row["id"]);
             }
             for figure in &definition.figure {
+                let has = |side: Side| figure.bar.iter().any(|bar| bar.side == side);
+                assert!(has(Side::Published) && has(Side::Ours), "{name}: {}: nothing to compare", figure.title);
                 for bar in &figure.bar {
                     let what = format!("{name}: {}: {}", figure.title, bar.name);
                     assert_eq!(bar.from.is_some(), bar.side == Side::Published, "{what}");
@@ -335,7 +212,7 @@ mod tests {
 
     #[test]
     fn formulas_follow_the_rules_of_arithmetic() {
-        let definition = definition("pageone").unwrap();
+        let definition = definition("pageone");
         let is = |formula: &str, value: f64| assert!((definition.calculate(formula).unwrap() - value).abs() < 1e-9);
         is("1 + 2 * 3 - 4 / 2", 5.0);
         is("(1 + 2) * (3 - 4) / 2", -1.5);
@@ -347,7 +224,7 @@ mod tests {
 
     #[test]
     fn the_sources_own_percentages_follow_from_their_megabytes() {
-        let definition = definition("erofs").unwrap();
+        let definition = definition("erofs");
         for pair in ["redis", "postgres", "tensorflow", "mariadb", "nginx", "tomcat"] {
             for table in ["", "_run"] {
                 let at = |what: &str| definition.calculate(&format!("{pair}{table}_{what}")).unwrap();
@@ -361,20 +238,12 @@ mod tests {
 
     #[test]
     fn values_come_from_the_last_row_that_fits() {
-        let definition = definition("pageone").unwrap();
-        let row = |speed: f64| json!({ "part": "merge", "layout": "files", "engine": "pagefold, 1 worker", "speed_against_ksm": speed });
-        let lines = definition.compare(&[row(1.5), row(2.5), json!({ "part": "idle" })]);
-        let ours = lines.iter().find(|line| line.side == Side::Ours).unwrap();
-        assert_eq!(ours.value, Some(2.5));
-        let peer = lines.iter().find(|line| line.side == Side::Peer).unwrap();
-        assert_eq!(peer.value, None, "what was not measured has no value");
-    }
-
-    #[test]
-    fn medians_and_extremes_of_rounds() {
-        assert_eq!(spread(&json!([3.0, 1.0, 2.0])), [Some(2.0), Some(1.0), Some(3.0)]);
-        assert_eq!(spread(&json!({ "median": 2, "low": 1, "high": 3 })), [Some(2.0), Some(1.0), Some(3.0)]);
-        assert_eq!(spread(&json!(7)), [Some(7.0), None, None]);
-        assert_eq!(spread(&json!(null)), [None, None, None]);
+        let row = |engine: &str, speed: Value| json!({ "engine": engine, "speed": speed });
+        let rows = [row("a", json!(1.5)), row("a", json!([3.0, 1.0, 2.0])), row("b", json!({ "median": 7 }))];
+        let of = |engine: &str| look(&rows, &BTreeMap::from([("engine".to_owned(), json!(engine))]), "/speed");
+        assert_eq!((of("a"), of("b")), (Some(2.0), Some(7.0)));
+        assert_eq!(of("c"), None, "what was not measured has no value");
+        assert_eq!(spread(&json!([3.0, 1.0, 2.0])).map(|spread| (spread.low, spread.high)), Some((1.0, 3.0)));
+        assert!(spread(&json!(null)).is_none() && spread(&json!([])).is_none());
     }
 }

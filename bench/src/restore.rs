@@ -2,8 +2,8 @@
 //!
 //! Two floors. [`Undo`] and [`SwapFile`] put a single change back when they are dropped. [`guarded`] covers a run that is
 //! killed: the bench itself runs in a child while this process, the guard, only waits. When the child has ended, by itself, by a
-//! signal or by SIGKILL, the guard gives settings their old values and removes the run's swap files, control groups, mounts,
-//! block devices and files. If the guard is killed by SIGKILL, the bench and all processes that it started end immediately, and
+//! signal or by SIGKILL, the guard gives settings their old values and removes the run's swap files, control groups, mounts
+//! and files. If the guard is killed by SIGKILL, the bench and all processes that it started end immediately, and
 //! the next run puts back the rest before it begins: a note holds the machine's state as long as a run is under way.
 
 use crate::process;
@@ -131,18 +131,6 @@ fn entries(folders: &[&str]) -> Vec<String> {
     entries.filter_map(|entry| entry.path().into_os_string().into_string().ok()).collect()
 }
 
-/// Numbers of the zram devices, as text.
-fn zrams() -> Vec<String> {
-    let paths = entries(&["/sys/block"]);
-    paths.iter().filter_map(|path| path.strip_prefix("/sys/block/zram").map(str::to_owned)).collect()
-}
-
-/// Removes a zram device and its content.
-pub fn remove_zram(number: &str) {
-    let _ = fs::write(format!("/sys/block/zram{number}/reset"), "1");
-    let _ = fs::write("/sys/class/zram-control/hot_remove", number);
-}
-
 /// The machine as it was.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Before {
@@ -154,7 +142,6 @@ struct Before {
     swap_files: Vec<String>,
     mounts: Vec<String>,
     groups: Vec<String>,
-    zrams: Vec<String>,
     files: Vec<String>,
 }
 
@@ -167,7 +154,6 @@ impl Before {
             swap_files: swap_files(),
             mounts: mounts(),
             groups: entries(GROUPS),
-            zrams: zrams(),
             files: entries(FOLDERS),
         }
     }
@@ -186,9 +172,6 @@ impl Before {
             while Path::new(&group).exists() && fs::remove_dir(&group).is_err() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(20));
             }
-        }
-        for number in zrams().iter().filter(|number| !self.zrams.contains(number)) {
-            remove_zram(number);
         }
         // A file system that is still mounted there keeps its files: they are not ours.
         let mounts = mounts();

@@ -1,7 +1,7 @@
 //! Real guests: QEMU boots the distribution's kernel with a busybox root; its shell runs commands from the console.
 
 use crate::process::{Failure, Running};
-use boot::Console;
+pub use boot::Console;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};

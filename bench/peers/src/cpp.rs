@@ -1,27 +1,15 @@
-//! Maps in C++ and C, through `maps.cc`.
+//! Red-black trees in C++, through `trees.cc`.
 
 use crate::{Maker, Map};
 use std::ffi::c_void;
 
-/// The table of functions that each peer fills; as in `maps.cc`.
-#[repr(C)]
-struct Functions {
-    create: extern "C" fn() -> *mut c_void,
-    get: extern "C" fn(*mut c_void, u64, *mut u64) -> bool,
-    insert: extern "C" fn(*mut c_void, u64, u64) -> bool,
-    remove: extern "C" fn(*mut c_void, u64) -> bool,
-    replace: Option<extern "C" fn(*mut c_void, u64, u64) -> bool>,
-    scan: Option<extern "C" fn(*mut c_void, u64, u64) -> u64>,
-    destroy: extern "C" fn(*mut c_void),
-}
-
 unsafe extern "C" {
-    static peer_std_map: Functions;
-    static peer_std_map_bare: Functions;
-    static peer_absl_btree: Functions;
-    static peer_cuckoo: Functions;
-    static peer_tbb: Functions;
-    static peer_urcu: Functions;
+    fn number_tree_create() -> *mut c_void;
+    fn number_tree_destroy(tree: *mut c_void);
+    fn number_tree_get(tree: *mut c_void, key: u64, value: *mut u64) -> bool;
+    fn number_tree_insert(tree: *mut c_void, key: u64, value: u64) -> bool;
+    fn number_tree_replace(tree: *mut c_void, key: u64, value: u64) -> bool;
+    fn number_tree_remove(tree: *mut c_void, key: u64) -> bool;
 
     fn source_tree_create() -> *mut c_void;
     fn source_tree_destroy(tree: *mut c_void);
@@ -70,68 +58,46 @@ impl Drop for SourceTree {
     }
 }
 
-struct Peer {
-    functions: &'static Functions,
-    map: *mut c_void,
-}
+/// A red-black tree of numbers under one lock.
+struct NumberTree(*mut c_void);
 
-// SAFETY: each peer is a concurrent map or takes a lock in C++; the driver gives the bare one to one thread only.
-unsafe impl Send for Peer {}
-// SAFETY: each peer is a concurrent map or takes a lock in C++; the driver gives the bare one to one thread only.
-unsafe impl Sync for Peer {}
+// SAFETY: every function of the tree takes its pthread_rwlock.
+unsafe impl Send for NumberTree {}
+// SAFETY: every function of the tree takes its pthread_rwlock.
+unsafe impl Sync for NumberTree {}
 
-impl Peer {
-    fn boxed(functions: &'static Functions) -> Box<dyn Map> {
-        Box::new(Self { functions, map: (functions.create)() })
-    }
-}
-
-impl Drop for Peer {
+impl Drop for NumberTree {
     fn drop(&mut self) {
-        (self.functions.destroy)(self.map);
+        // SAFETY: this value owns the tree, and no call of it is under way during drop.
+        unsafe { number_tree_destroy(self.0) }
     }
 }
 
-impl Map for Peer {
+impl Map for NumberTree {
     fn get(&self, key: u64) -> Option<u64> {
         let mut value = 0;
-        (self.functions.get)(self.map, key, &mut value).then_some(value)
+        // SAFETY: the tree lives as long as self; the value is written within the call.
+        unsafe { number_tree_get(self.0, key, &mut value) }.then_some(value)
     }
 
     fn insert(&self, key: u64, value: u64) -> bool {
-        (self.functions.insert)(self.map, key, value)
+        // SAFETY: the tree lives as long as self.
+        unsafe { number_tree_insert(self.0, key, value) }
     }
 
     fn remove(&self, key: u64, _value: u64) -> bool {
-        (self.functions.remove)(self.map, key)
+        // SAFETY: the tree lives as long as self.
+        unsafe { number_tree_remove(self.0, key) }
     }
 
-    fn replace(&self, key: u64, old: u64, value: u64) -> bool {
-        match self.functions.replace {
-            Some(replace) => replace(self.map, key, value),
-            None => self.remove(key, old) && self.insert(key, value),
-        }
-    }
-
-    fn scan(&self, from: u64, count: usize) -> Option<u64> {
-        self.functions.scan.map(|scan| scan(self.map, from, count as u64))
+    fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
+        // SAFETY: the tree lives as long as self.
+        unsafe { number_tree_replace(self.0, key, value) }
     }
 }
 
 /// The peers of feature `cpp`.
 pub fn all() -> Vec<Maker> {
-    // SAFETY: the tables are constants of `maps.cc`.
-    macro_rules! peer {
-        ($table:ident) => {
-            |_, _| Peer::boxed(unsafe { &$table })
-        };
-    }
-    vec![
-        ("rb-tree-lock", "C++ std::map (red-black), pthread_rwlock", peer!(peer_std_map)),
-        ("rb-tree-bare", "the same without a lock: one thread only", peer!(peer_std_map_bare)),
-        ("absl-btree-lock", "absl::btree_map, pthread_rwlock", peer!(peer_absl_btree)),
-        ("libcuckoo", "libcuckoo cuckoohash_map", peer!(peer_cuckoo)),
-        ("tbb", "TBB concurrent_hash_map", peer!(peer_tbb)),
-        ("liburcu", "liburcu cds_lfht", peer!(peer_urcu)),
-    ]
+    // SAFETY: the function takes nothing and returns a new tree that only this value owns.
+    vec![("rb-tree-lock", |_| Box::new(NumberTree(unsafe { number_tree_create() })))]
 }

@@ -1,6 +1,6 @@
 //! The peers that the benchmarks race, in a crate of their own: the harness builds without them in seconds.
 //!
-//! Without features there are none; `registry` adds maps from the registry and LMDB, `cpp` maps in C++ and C.
+//! Without features there are none; `registry` adds maps from the registry and LMDB, `cpp` red-black trees in C++.
 
 #[cfg(feature = "cpp")]
 mod cpp;
@@ -12,6 +12,9 @@ mod registry;
 pub use cpp::SourceTree;
 
 use std::hash::{BuildHasherDefault, Hasher};
+
+/// The most keys or pairs of one call for many.
+pub const BATCH: usize = 256;
 
 /// A map from 64-bit keys to 64-bit values that several threads use.
 pub trait Map: Send + Sync {
@@ -25,17 +28,13 @@ pub trait Map: Send + Sync {
     fn replace(&self, key: u64, old: u64, value: u64) -> bool {
         self.remove(key, old) && self.insert(key, value)
     }
-    /// Looks up many keys in one call; returns false if the structure cannot.
+    /// Looks up at most [`BATCH`] keys in one call; returns false if the structure cannot.
     fn get_many(&self, _keys: &[u64], _found: &mut [Option<u64>]) -> bool {
         false
     }
-    /// Inserts many pairs in one call; returns false if the structure cannot.
+    /// Inserts at most [`BATCH`] pairs in one call; returns false if the structure cannot.
     fn insert_many(&self, _pairs: &[(u64, u64)]) -> bool {
         false
-    }
-    /// Sums the values of up to `count` entries from the key on, if the structure is ordered.
-    fn scan(&self, _from: u64, _count: usize) -> Option<u64> {
-        None
     }
 }
 
@@ -88,9 +87,8 @@ impl Hasher for FastHasher {
 /// The hasher of all hashed peers.
 pub type FastBuild = BuildHasherDefault<FastHasher>;
 
-/// How to make a structure: its name, what it is, and the call with the number of keys and whether to use huge pages.
-/// Structures that allocate with malloc get huge pages through a tunable of the C library.
-pub type Maker = (&'static str, &'static str, fn(usize, bool) -> Box<dyn Map>);
+/// How to make a structure: its name, and the call with the number of keys.
+pub type Maker = (&'static str, fn(usize) -> Box<dyn Map>);
 
 /// The peers of this build.
 pub fn all() -> Vec<Maker> {

@@ -1,44 +1,11 @@
 //! One structure measured in this process.
 
 use super::registry;
-use crate::options::Clock;
-use bench_peers::Map;
-use clap::ValueEnum;
+use bench_peers::{BATCH, Map};
 use pagefold_os::procfs;
 use std::collections::BTreeMap;
-use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::Instant;
-
-/// Which operations to measure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mix {
-    /// Everything below.
-    All,
-    /// Lookups: hits one at a time and in batches, misses, scans.
-    Read,
-    /// 95 % lookups, 5 % inserts and removals.
-    #[value(name = "95")]
-    Mostly,
-    /// Half lookups, half inserts and removals.
-    #[value(name = "50")]
-    Half,
-    /// Inserts alone.
-    Insert,
-    /// Each key removed, a new one inserted, at constant size; then all deleted.
-    Churn,
-}
-
-/// How keys are chosen for lookups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Dist {
-    /// Each as often as any other.
-    Uniform,
-    /// By Zipf's law with exponent 0.99.
-    Zipf,
-}
 
 /// What to measure.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
@@ -46,10 +13,6 @@ pub struct Plan {
     pub structure: String,
     pub keys: usize,
     pub threads: usize,
-    pub mix: Mix,
-    pub dist: Dist,
-    pub clock: Clock,
-    pub huge: bool,
     /// Operations per phase, over all threads.
     pub operations: usize,
     pub seed: u64,
@@ -58,123 +21,47 @@ pub struct Plan {
 /// Figures by name: million operations per second, or bytes per key.
 pub type Figures = BTreeMap<String, f64>;
 
-/// The columns of the table, in order.
-pub const COLUMNS: &[&str] = &[
-    "insert",
-    "insert-batch",
-    "get",
-    "get-batch",
-    "get-miss",
-    "scan",
-    "95/5",
-    "50/50",
-    "churn",
-    "delete",
-    "bytes/key",
-    "bytes-after",
-];
-
-/// Entries per scan.
-const SCAN_ENTRIES: usize = 100;
-/// Keys per call of a batched lookup.
-const BATCH: usize = 256;
-
 /// The key of an index: a bijection (splitmix64's finish), so keys are distinct and evenly spread.
-pub fn key(index: u64) -> u64 {
+fn key(index: u64) -> u64 {
     let mut z = index.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ z >> 31
 }
 
-/// Random numbers by a counter through the same function.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(key(seed ^ 0x5eed))
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        key(self.0)
-    }
-
-    /// A number below `limit`.
-    pub fn below(&mut self, limit: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
-    }
-}
-
-/// The indexes a thread will look up, made before the clock starts.
+/// The indexes a thread will look up, made before the clock starts: random numbers by a counter through the same function.
 fn samples(plan: &Plan, thread: usize, count: usize) -> Vec<u32> {
-    let mut random = Random::new(plan.seed << 8 | thread as u64);
-    let keys = plan.keys as u64;
-    match plan.dist {
-        Dist::Uniform => (0..count).map(|_| random.below(keys) as u32).collect(),
-        Dist::Zipf => {
-            // The generator of Gray et al. (SIGMOD 1994); ranks are scattered over the keys.
-            let theta = 0.99f64;
-            let zeta = |n: u64| (1..=n).map(|i| (i as f64).powf(-theta)).sum::<f64>();
-            let (zeta_n, zeta_2) = (zeta(keys), zeta(2));
-            let alpha = 1.0 / (1.0 - theta);
-            let eta = (1.0 - (2.0 / keys as f64).powf(1.0 - theta)) / (1.0 - zeta_2 / zeta_n);
-            (0..count)
-                .map(|_| {
-                    let u = (random.next() >> 11) as f64 / (1u64 << 53) as f64;
-                    let uz = u * zeta_n;
-                    let rank = if uz < 1.0 {
-                        0
-                    } else if uz < 1.0 + 0.5f64.powf(theta) {
-                        1
-                    } else {
-                        ((keys as f64) * (eta * u - eta + 1.0).powf(alpha)) as u64
-                    };
-                    (key(rank) % keys) as u32
-                })
-                .collect()
-        }
-    }
+    let start = key((plan.seed << 8 | thread as u64) ^ 0x5eed);
+    let random = |at: u64| key(start.wrapping_add(at.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+    (1..=count as u64).map(|at| ((u128::from(random(at)) * plan.keys as u128) >> 64) as u32).collect()
 }
 
 /// Counted page by page: the number in `statm` may be off by some dozen pages for each processor.
-pub fn resident_bytes() -> f64 {
+fn resident_bytes() -> f64 {
     procfs::memory(std::process::id() as i32).expect("Linux").rss as f64
 }
 
-/// Runs `work(thread)` in all threads at the same time and returns million operations per second: by the wall from
-/// the first thread's start to the last one's end; or, on a busy machine, by the time the
-/// threads had a processor (which leaves out the time that locking peers sleep).
-pub fn timed(threads: usize, operations: usize, clock: Clock, work: impl Fn(usize) + Sync) -> f64 {
+/// Runs `work(thread)` in all threads at the same time and returns million operations per second, from the first thread's start to
+/// the last one's end.
+pub fn timed(threads: usize, operations: usize, work: impl Fn(usize) + Sync) -> f64 {
     let barrier = Barrier::new(threads);
-    let times: Vec<(Instant, Instant, f64)> = std::thread::scope(|scope| {
+    let times: Vec<(Instant, Instant)> = std::thread::scope(|scope| {
         let handles: Vec<_> = (0..threads)
             .map(|thread| {
                 let (barrier, work) = (&barrier, &work);
                 scope.spawn(move || {
                     barrier.wait();
-                    let (start, cpu) = (Instant::now(), thread_seconds());
+                    let start = Instant::now();
                     work(thread);
-                    (start, Instant::now(), thread_seconds() - cpu)
+                    (start, Instant::now())
                 })
             })
             .collect();
         handles.into_iter().map(|handle| handle.join().expect("the work asserts what it checks")).collect()
     });
-    let seconds = match clock {
-        Clock::Wall => {
-            let start = times.iter().map(|time| time.0).min().expect("a thread at least");
-            let end = times.iter().map(|time| time.1).max().expect("a thread at least");
-            end.duration_since(start).as_secs_f64()
-        }
-        Clock::Cpu => times.iter().map(|time| time.2).sum::<f64>() / threads as f64,
-    };
-    operations as f64 / seconds / 1e6
-}
-
-/// Processor time of this thread.
-pub fn thread_seconds() -> f64 {
-    pagefold_os::sched::thread_cpu_ns() as f64 / 1e9
+    let start = times.iter().map(|time| time.0).min().expect("a thread at least");
+    let end = times.iter().map(|time| time.1).max().expect("a thread at least");
+    operations as f64 / end.duration_since(start).as_secs_f64() / 1e6
 }
 
 /// A filled structure, and what its phases share.
@@ -190,21 +77,13 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn wants(&self, mix: Mix) -> bool {
-        self.plan.mix == mix || self.plan.mix == Mix::All
-    }
-
     fn range(&self, thread: usize) -> std::ops::Range<usize> {
         thread * self.share..((thread + 1) * self.share).min(self.plan.keys)
     }
 
+    /// Runs a phase of `operations` and returns its rate.
     fn timed(&self, operations: usize, work: impl Fn(usize) + Sync) -> f64 {
-        timed(self.plan.threads, operations, self.plan.clock, work)
-    }
-
-    /// Operations of a phase, over all threads.
-    fn operations(&self) -> usize {
-        self.per_thread * self.plan.threads
+        timed(self.plan.threads, operations, work)
     }
 
     fn note(&mut self, name: &str, figure: f64) {
@@ -237,7 +116,7 @@ impl Run<'_> {
     }
 
     fn reads(&mut self) {
-        let (map, operations) = (self.map, self.operations());
+        let (map, operations) = (self.map, self.per_thread * self.plan.threads);
         let hits = |samples: &[u32]| {
             let mut sum = 0;
             for &index in samples {
@@ -255,61 +134,21 @@ impl Run<'_> {
         });
         self.note("get", get);
         self.note("get-miss", misses);
-        self.read_batches();
-        if map.scan(0, 1).is_some() {
-            let scans = (operations / SCAN_ENTRIES / self.plan.threads).max(1);
-            let rate = self.timed(scans * self.plan.threads * SCAN_ENTRIES, |thread| {
-                let mut sum = 0u64;
-                for &index in &self.samples[thread][..scans] {
-                    sum = sum.wrapping_add(map.scan(key(index.into()), SCAN_ENTRIES).expect("ordered"));
-                }
-                black_box(sum);
-            });
-            self.note("scan", rate);
-        }
-    }
-
-    fn read_batches(&mut self) {
-        if !self.map.get_many(&[], &mut []) {
+        if !map.get_many(&[], &mut []) {
             return;
         }
-        let rate = self.timed(self.operations(), |thread| {
+        let rate = self.timed(operations, |thread| {
             let (mut keys, mut found, mut wrong) = ([0; BATCH], [None; BATCH], 0);
             for indexes in self.samples[thread].chunks(BATCH) {
                 for (key_at, &index) in keys.iter_mut().zip(indexes) {
                     *key_at = key(index.into());
                 }
-                self.map.get_many(&keys[..indexes.len()], &mut found[..indexes.len()]);
+                map.get_many(&keys[..indexes.len()], &mut found[..indexes.len()]);
                 wrong += found.iter().zip(indexes).filter(|(found, index)| **found != Some(u64::from(**index))).count();
             }
             check_few(wrong, self.per_thread, "batched lookups went wrong");
         });
         self.note("get-batch", rate);
-    }
-
-    /// Lookups with one insert or removal in `one_in` operations.
-    fn mix(&mut self, name: &str, one_in: u64) {
-        let map = self.map;
-        let rate = self.timed(self.operations(), |thread| {
-            let (mut wrong, mut inserted) = (0, false);
-            let mut fresh = (thread as u64 + 1) << 41 | one_in << 56;
-            for (at, &index) in self.samples[thread].iter().enumerate() {
-                if !(at as u64).is_multiple_of(one_in) {
-                    wrong += usize::from(map.get(key(index.into())) != Some(index.into()));
-                } else if inserted {
-                    wrong += usize::from(!map.remove(key(fresh), fresh & 0xffff_ffff));
-                    fresh += 1;
-                    inserted = false;
-                } else {
-                    inserted = map.insert(key(fresh), fresh & 0xffff_ffff);
-                }
-            }
-            check_few(wrong, self.per_thread, "operations of the mix went wrong");
-            if inserted {
-                map.remove(key(fresh), fresh & 0xffff_ffff);
-            }
-        });
-        self.note(name, rate);
     }
 
     /// Each key removed and a new one inserted, then all deleted.
@@ -342,33 +181,19 @@ impl Run<'_> {
 /// Measures what the plan says. Every answer is checked, so that all structures do the same work.
 pub fn measure(plan: &Plan) -> Figures {
     let known = registry::all();
-    let maker = known.iter().find(|maker| maker.0 == plan.structure).expect("the driver knows the names");
+    let (_, make) = known.iter().find(|maker| maker.0 == plan.structure).expect("the driver knows the names");
     let per_thread = plan.operations / plan.threads;
     let samples = (0..plan.threads).map(|thread| samples(plan, thread, per_thread)).collect();
     let before = resident_bytes();
-    let map = (maker.2)(plan.keys, plan.huge);
+    let map = make(plan.keys);
     let share = plan.keys.div_ceil(plan.threads);
     let mut run = Run { plan, map: &*map, samples, per_thread, share, figures: Figures::new() };
     let insert = run.insert();
     run.note("bytes/key", (resident_bytes() - before) / plan.keys as f64);
-    if run.wants(Mix::Insert) {
-        run.note("insert", insert);
-        run.insert_batches(&*(maker.2)(plan.keys, plan.huge));
-    }
-    if run.wants(Mix::Read) {
-        run.reads();
-    }
-    for (mix, name, one_in) in [(Mix::Mostly, "95/5", 20), (Mix::Half, "50/50", 2)] {
-        if run.wants(mix) {
-            run.mix(name, one_in);
-        }
-    }
-    if run.wants(Mix::Churn) {
-        run.churn();
-        // SAFETY: malloc_trim takes no pointer and keeps every allocation.
-        unsafe { libc::malloc_trim(0) };
-        run.note("bytes-after", ((resident_bytes() - before) / plan.keys as f64).max(0.0));
-    }
+    run.note("insert", insert);
+    run.insert_batches(&*make(plan.keys));
+    run.reads();
+    run.churn();
     run.figures
 }
 

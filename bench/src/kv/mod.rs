@@ -1,12 +1,12 @@
 //! `pagefold bench kv`: forrest and its peers, same keys, same threads, same run.
 //!
-//! Two tables: the source's test against its red-black tree; a store that processes share, beside threads of one process, LMDB
-//! and redis. Operations of forrest beside other maps are rows of `index`.
+//! Two tables: the source's test against its red-black tree; a store that processes share, beside threads of one process and
+//! LMDB. Operations of forrest beside other maps are rows of `index`.
 
 mod shared;
 mod source;
 
-use crate::options::{self, Clock, Common};
+use crate::options::{self, Common};
 use crate::{process, record};
 use clap::Parser;
 use serde_json::json;
@@ -58,23 +58,18 @@ const SOURCE: &[Row] = &[
     ("forrest", "one at a time"),
     ("forrest-batch", "set_many, get_many"),
     ("rb-tree-source", "the source's user-space side: red-black tree, one rwlock"),
-    ("rb-tree-lock", "the same without its allocations: std::map of numbers"),
     ("std-btree-lock", "BTreeMap of strings, one RwLock"),
 ];
 
 const SHARED: &[Row] = &[
     ("private", "forrest, threads of one process"),
     ("shared", "forrest, a process per thread, /dev/shm"),
-    ("shared-huge", "the same on a tmpfs with huge pages"),
-    ("private-batch", "forrest, threads, get_many"),
-    ("shared-batch", "forrest, processes, get_many"),
     ("lmdb", "LMDB in /dev/shm, a process per thread"),
-    ("redis", "redis over a Unix socket, GETs one at a time"),
 ];
 
 /// Measures the rows of a table, interleaved, and prints them.
 fn rows(args: &Args, table: &str) -> Result<(), String> {
-    let keys = args.common.keys(10_000_000);
+    let keys = args.common.keys();
     let (names, about) = match table {
         "source" => (SOURCE, "inserts and reads of the source's test: key%lu hashed with seed 9, decimal values"),
         _ => (SHARED, "gets of a store that processes share"),
@@ -122,15 +117,7 @@ fn child(plan: &str) {
     }
     let rate = match fields[0] {
         "source" => source::rate(fields[1], keys, threads),
-        _ => {
-            let (folder, _gone) = crate::restore::folder("kv").expect("a folder of this run");
-            shared::rate(fields[1], keys, threads, &folder)
-        }
+        _ => shared::rate(fields[1], keys, threads),
     };
     println!("{}", rate.map_or("-".into(), |rate| rate.to_string()));
-}
-
-/// Runs `work(thread)` in all threads at the same time; million operations per second.
-fn timed(threads: usize, operations: usize, work: impl Fn(usize) + Sync) -> f64 {
-    crate::index::run::timed(threads, operations, Clock::Wall, work)
 }

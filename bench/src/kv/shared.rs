@@ -1,38 +1,25 @@
-//! A store that processes share, beside threads of one process, LMDB and redis.
+//! A store that processes share, beside threads of one process and LMDB.
 
-use super::timed;
 use crate::index::forrest::number;
+use crate::index::run::timed;
 use crate::process::{self, Running};
-use crate::redis::Redis;
 use crate::restore::Undo;
 use forrest::{Options, Store};
 use std::io::{Read, Write};
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::Instant;
 
 /// The rate of one row, in million gets per second; `None` where something is missing here.
-pub(super) fn rate(name: &str, keys: usize, threads: usize, folder: &Path) -> Option<f64> {
-    let shm = Path::new("/dev/shm");
+pub(super) fn rate(name: &str, keys: usize, threads: usize) -> Option<f64> {
     match name {
-        "private" | "private-batch" => {
+        "private" => {
             let store = Store::new().ok()?;
             fill(&store, keys);
-            let read = if name == "private" { read_all } else { read_batches };
-            Some(timed(threads, keys * threads, |thread| read(&store, keys, thread)))
+            Some(timed(threads, keys * threads, |thread| read_all(&store, keys, thread)))
         }
-        "shared" => processes(shm, keys, threads, "forrest"),
-        "shared-batch" => processes(shm, keys, threads, "forrest-batch"),
-        "shared-huge" => {
-            let at = folder.join("huge");
-            std::fs::create_dir_all(&at).ok()?;
-            let at_text = at.display().to_string();
-            process::run("mount", &["-t", "tmpfs", "-o", "huge=always", "tmpfs", &at_text]).ok()?;
-            let _mounted = Undo::later(move || drop(process::run("umount", &[&at_text])));
-            processes(&at, keys, threads, "forrest")
-        }
-        "lmdb" if cfg!(feature = "peers") => processes(shm, keys, threads, "lmdb"),
-        "redis" => redis(keys, threads, folder),
+        "shared" => processes(keys, threads, "forrest"),
+        "lmdb" if cfg!(feature = "peers") => processes(keys, threads, "lmdb"),
         _ => None,
     }
 }
@@ -63,19 +50,9 @@ fn read_all(store: &Store, keys: usize, reader: usize) {
     }
 }
 
-fn read_batches(store: &Store, keys: usize, reader: usize) {
-    let mut batch = Vec::with_capacity(256);
-    let mut order = lookup_order(keys, reader).peekable();
-    while order.peek().is_some() {
-        batch.clear();
-        batch.extend(order.by_ref().take(256).map(u64::to_le_bytes));
-        store.get_many(&batch, |index, value| assert_eq!(value, Some(&batch[index][..])));
-    }
-}
-
-/// Fills a store in `folder`, then lets `readers` processes read all of it at the same time.
-fn processes(folder: &Path, keys: usize, readers: usize, kind: &str) -> Option<f64> {
-    let path = folder.join(format!("pagefold-bench-{}", std::process::id()));
+/// Fills a store in /dev/shm, then lets `readers` processes read all of it at the same time.
+fn processes(keys: usize, readers: usize, kind: &str) -> Option<f64> {
+    let path = PathBuf::from(format!("/dev/shm/pagefold-bench-{}", std::process::id()));
     let _remove = Undo::remove(path.clone());
     let _store = if kind == "lmdb" {
         fill_lmdb(&path, keys)?;
@@ -121,14 +98,10 @@ pub(super) fn reader(kind: &str, keys: usize, reader: usize, path: &Path) {
     }
     let store = Options::new().open_existing_path(path).expect("the driver made it");
     // Maps the pages first, as the threads of the filling process have them mapped.
-    read_batches(&store, keys, reader + 1);
+    read_all(&store, keys, reader + 1);
     say();
     wait();
-    if kind == "forrest-batch" {
-        read_batches(&store, keys, reader)
-    } else {
-        read_all(&store, keys, reader)
-    }
+    read_all(&store, keys, reader);
     say();
 }
 
@@ -157,21 +130,3 @@ fn fill_lmdb(_path: &Path, _keys: usize) -> Option<()> {
 
 #[cfg(not(feature = "peers"))]
 fn read_lmdb(_path: &Path, _keys: usize, _reader: usize, _say: impl Fn(), _wait: impl Fn()) {}
-
-fn redis(keys: usize, threads: usize, folder: &Path) -> Option<f64> {
-    // Enough for a rate; a million round trips would only take longer.
-    let gets = keys.min(50_000);
-    let redis = Redis::start(Command::new("redis-server"), folder).ok()?;
-    redis.set((0..gets).map(|number| (format!("key{number:09}"), format!("{number:09}")))).ok()?;
-    Some(timed(threads, gets * threads, |thread| {
-        let mut stream = redis.connect().expect("it answered before");
-        for number in 0..gets {
-            let number = (number + thread * 31) % gets;
-            let command = format!("*2\r\n$3\r\nGET\r\n$12\r\nkey{number:09}\r\n");
-            stream.write_all(command.as_bytes()).expect("redis listens");
-            let mut answer = [0; 15];
-            stream.read_exact(&mut answer).expect("redis answers");
-            assert_eq!(answer[4..13], *format!("{number:09}").as_bytes());
-        }
-    }))
-}

@@ -1,8 +1,6 @@
 //! The source's test: `key%lu` hashed with seed 9, decimal values; all threads insert, join, and read.
 
-use super::timed;
-use crate::index::registry;
-use bench_peers::Map;
+use crate::index::run::timed;
 use forrest::Store;
 use std::collections::BTreeMap;
 use std::sync::RwLock;
@@ -134,21 +132,6 @@ fn test(store: &dyn Strings, keys: usize, threads: usize, batched: bool) -> Opti
     Some(2.0 / (1.0 / insert + 1.0 / read))
 }
 
-/// The same on a map of numbers: the decimal text packed into one word, without an allocation per value.
-fn test_u64(map: &dyn Map, keys: usize, threads: usize) -> Option<f64> {
-    let share = keys.div_ceil(threads);
-    let range = |thread: usize| (thread * share).min(keys)..((thread + 1) * share).min(keys);
-    let value =
-        |number: usize| Digits::of(number).as_ref().iter().fold(0u64, |packed, &digit| packed << 8 | u64::from(digit));
-    let insert = timed(threads, keys, |thread| {
-        range(thread).for_each(|number| assert!(map.insert(source_key(number), value(number))));
-    });
-    let read = timed(threads, keys, |thread| {
-        range(thread).for_each(|number| assert_eq!(map.get(source_key(number)), Some(value(number))));
-    });
-    Some(2.0 / (1.0 / insert + 1.0 / read))
-}
-
 /// The rate of one row, in million operations per second; `None` where the build lacks the peer.
 pub(super) fn rate(name: &str, keys: usize, threads: usize) -> Option<f64> {
     match name {
@@ -157,10 +140,6 @@ pub(super) fn rate(name: &str, keys: usize, threads: usize) -> Option<f64> {
         #[cfg(feature = "cpp-peers")]
         "rb-tree-source" => test(&bench_peers::SourceTree::new(), keys, threads, false),
         "std-btree-lock" => test(&RwLock::new(BTreeMap::new()), keys, threads, false),
-        _ => {
-            let known = registry::all();
-            let maker = known.iter().find(|maker| maker.0 == name)?;
-            test_u64(&*(maker.2)(keys, true), keys, threads)
-        }
+        _ => None,
     }
 }

@@ -1,6 +1,6 @@
 //! Memory held per byte of real pages.
 
-use super::kernel::{Zswap, zram_bytes};
+use super::kernel::Zswap;
 use super::measure::{Area, Spent, as_pages};
 use super::row::Row;
 use crate::stats::median;
@@ -101,9 +101,5 @@ pub fn measure(on: &str, set: &[u8]) -> Vec<Row> {
         let (held, spent) = zswap(set)?;
         Ok(row(&format!("zswap, {}", Zswap::compressor()), set, held, &spent))
     });
-    for algorithm in ["lzo-rle", "lzo", "lz4", "zstd"] {
-        let name = format!("zram, {algorithm}");
-        add(&name, &|| zram_bytes(set, algorithm).map(|(held, spent)| row(&name, set, held, &spent)));
-    }
     rows
 }

@@ -1,36 +1,23 @@
-//! Page offsets in and out of maps: insert, lookup, replace, erase, in random order.
+//! Page offsets in the tier's index and in a red-black tree, the structure that the source's patch replaced.
 //!
-//! *dense*: the offsets 0 to n, as of a mapping that was evicted whole. *sparse*: single pages scattered over 2^33, as of
-//! large mappings with few cold pages. The tier's own indexes are here as they are used there: a leaf of eight
-//! words, found through a flat array or through the B-tree.
+//! The offsets are single pages scattered over 2^33, as of large mappings with few cold pages, in random order. The source says
+//! that lookups take a while from 100,000 entries on.
 
+use super::measure::Area;
 use super::row::Row;
-use crate::index::{registry, run::resident_bytes};
-use crate::process;
+use crate::index::registry;
 use crate::stats::{Spread, median};
-use bench_peers::{Map, map};
+use bench_peers::Map;
 use llds::b_tree::BTree;
-use std::alloc::Layout;
-use std::process::ExitCode;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Ordered structures of the other benchmark that are run here too.
-const ORDERED: &[&str] = &[
-    "b-tree",
-    "std-btree-lock",
-    "rb-tree-lock",
-    "absl-btree-lock",
-    "scc-tree-index",
-    "skiplist",
-    "congee",
-    "masstree",
-];
-const OWN: &[&str] = &["flat-array", "radix-64", "tier-flat", "tier-b-tree"];
+const ENTRIES: usize = 100_000;
 const PHASES: [&str; 4] = ["insert Mop/s", "lookup Mop/s", "replace Mop/s", "erase Mop/s"];
 
 /// Page `index` of `entries` in random order: a bijection of 0 to the next power of two, walked on until it fits.
-fn offset(index: u64, entries: u64, dense: bool) -> u64 {
+fn offset(index: u64, entries: u64) -> u64 {
     let bits = (64 - (entries - 1).leading_zeros()).max(2);
     let mask = (1 << bits) - 1;
     let mut at = index;
@@ -44,154 +31,53 @@ fn offset(index: u64, entries: u64, dense: bool) -> u64 {
         }
     }
     // Far apart, and each in a cluster of its own.
-    if dense { at } else { (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 31) & !7 | at & 7 }
+    (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 31) & !7 | at & 7
 }
 
-/// One word per page: 8 bytes each, whatever is there.
-struct FlatArray(Vec<AtomicU64>);
-
-map! { FlatArray, map, key, value,
-    Some(map.0.get(key as usize)?.load(Ordering::Acquire)).filter(|value| *value != 0),
-    map.0[key as usize].swap(value, Ordering::AcqRel) == 0,
-    map.0[key as usize].swap(0, Ordering::AcqRel) != 0,
-    fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
-        !self.insert(key, value)
-    }
-}
-
-/// A radix tree of 64-way nodes over 36 bits, as the kernel's xarray: nodes are made on the way down and stay.
-struct Radix {
-    root: Node,
-}
-
-struct Node([AtomicPtr<Node>; 64]);
-
-const RADIX_LEVELS: u32 = 6;
-
-impl Node {
-    fn new() -> Node {
-        Node(std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())))
-    }
-
-    /// The slot of `key`; the last level holds values in place of pointers.
-    fn slot(&self, key: u64, make: bool) -> Option<&AtomicPtr<Node>> {
-        let mut node = self;
-        for level in (1..RADIX_LEVELS).rev() {
-            let slot = &node.0[(key >> (6 * level)) as usize % 64];
-            let mut child = slot.load(Ordering::Acquire);
-            if child.is_null() {
-                if !make {
-                    return None;
-                }
-                let made = Box::into_raw(Box::new(Node::new()));
-                match slot.compare_exchange(child, made, Ordering::AcqRel, Ordering::Acquire) {
-                    Ok(_) => child = made,
-                    Err(other) => {
-                        // SAFETY: `made` was made above and never published.
-                        drop(unsafe { Box::from_raw(made) });
-                        child = other;
-                    }
-                }
-            }
-            // SAFETY: a child is made by `Box::into_raw` above and freed by `Radix::drop` only.
-            node = unsafe { &*child };
-        }
-        Some(&node.0[key as usize % 64])
-    }
-
-    fn free(&self, level: u32) {
-        for slot in self.0.iter().filter(|_| level > 0) {
-            let child = slot.load(Ordering::Relaxed);
-            if !child.is_null() {
-                // SAFETY: a child is made by `Box::into_raw` in `slot`; the tree is being dropped, so no other reference to it exists.
-                let child = unsafe { Box::from_raw(child) };
-                child.free(level - 1);
-            }
-        }
-    }
-}
-
-impl Drop for Radix {
-    fn drop(&mut self) {
-        self.root.free(RADIX_LEVELS - 1);
-    }
-}
-
-map! { Radix, map, key, value,
-    Some(map.root.slot(key, false)?.load(Ordering::Acquire) as u64).filter(|value| *value != 0),
-    map.root.slot(key, true).is_some_and(|slot| slot.swap(value as *mut Node, Ordering::AcqRel).is_null()),
-    map.root.slot(key, false).is_some_and(|slot| !slot.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null()),
-    fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
-        !self.insert(key, value)
-    }
-}
-
-/// The tier's structure: leaves of eight words, found by cluster.
+/// The tier's structure: leaves of eight words, found by cluster through a B-tree.
 struct Leaves {
-    flat: Vec<AtomicU32>,
-    tree: Option<BTree<u64>>,
-    words: Vec<AtomicU64>,
-    next: AtomicU32,
+    tree: BTree<u64>,
+    /// Takes memory when it is touched.
+    words: Area,
+    next: AtomicU64,
 }
 
 impl Leaves {
-    fn new(entries: usize, dense: bool, flat: bool) -> Leaves {
-        let leaves = if dense { entries.div_ceil(8) } else { entries };
-        Leaves {
-            flat: if flat { zeroed(leaves) } else { Vec::new() },
-            tree: (!flat).then(|| BTree::new().expect("address space")),
-            // Two threads that make the same leaf take two numbers: there are words for both.
-            words: zeroed(8 * (leaves + leaves / 8 + 1024)),
-            next: AtomicU32::new(1),
-        }
+    fn new(entries: usize) -> io::Result<Leaves> {
+        let tree = BTree::new().map_err(io::Error::other)?;
+        Ok(Leaves { tree, words: Area::new((entries + 1) * 64)?, next: AtomicU64::new(1) })
     }
 
-    fn leaf(&self, key: u64) -> Option<usize> {
-        let leaf = match &self.tree {
-            Some(tree) => tree.get(key / 8)? as u32,
-            None => self.flat[key as usize / 8].load(Ordering::Acquire),
-        };
-        (leaf != 0).then_some(leaf as usize * 8 + key as usize % 8)
+    fn word(&self, leaf: u64, key: u64) -> &AtomicU64 {
+        let at = (leaf * 8 + key % 8) as usize;
+        assert!(at < self.words.0.len() / 8);
+        // SAFETY: inside the mapping, as just checked; zeroed memory is an AtomicU64, and every access to it is atomic.
+        unsafe { &*self.words.0.as_ptr().cast::<AtomicU64>().add(at) }
     }
 }
 
 impl Map for Leaves {
     fn get(&self, key: u64) -> Option<u64> {
-        Some(self.words[self.leaf(key)?].load(Ordering::Acquire)).filter(|value| *value != 0)
+        let word = self.word(self.tree.get(key / 8)?, key).load(Ordering::Acquire);
+        Some(word).filter(|word| *word != 0)
     }
 
     fn insert(&self, key: u64, value: u64) -> bool {
-        let at = self.leaf(key).unwrap_or_else(|| {
-            let leaf = match &self.tree {
-                Some(tree) => {
-                    let made = u64::from(self.next.fetch_add(1, Ordering::Relaxed));
-                    tree.get_or_insert(key / 8, made).expect("room").unwrap_or(made) as u32
-                }
-                None => {
-                    let slot = &self.flat[key as usize / 8];
-                    let made = self.next.fetch_add(1, Ordering::Relaxed);
-                    match slot.compare_exchange(0, made, Ordering::AcqRel, Ordering::Acquire) {
-                        Ok(_) => made,
-                        Err(other) => other,
-                    }
-                }
-            };
-            leaf as usize * 8 + key as usize % 8
+        let leaf = self.tree.get(key / 8).unwrap_or_else(|| {
+            let made = self.next.fetch_add(1, Ordering::Relaxed);
+            self.tree.get_or_insert(key / 8, made).expect("room").unwrap_or(made)
         });
-        self.words[at].swap(value, Ordering::AcqRel) == 0
+        self.word(leaf, key).swap(value, Ordering::AcqRel) == 0
     }
 
     fn remove(&self, key: u64, _: u64) -> bool {
-        let Some(at) = self.leaf(key) else { return false };
-        let there = self.words[at].swap(0, Ordering::AcqRel) != 0;
+        let Some(leaf) = self.tree.get(key / 8) else { return false };
+        let is_there = self.word(leaf, key).swap(0, Ordering::AcqRel) != 0;
         // The tier frees an empty leaf and removes its key.
-        if let Some(tree) = &self.tree {
-            let leaf = &self.words[at / 8 * 8..at / 8 * 8 + 8];
-            if leaf.iter().all(|word| word.load(Ordering::Relaxed) == 0) {
-                tree.remove(key / 8);
-            }
+        if (0..8).all(|word| self.word(leaf, word).load(Ordering::Relaxed) == 0) {
+            self.tree.remove(key / 8);
         }
-        there
+        is_there
     }
 
     fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
@@ -199,146 +85,39 @@ impl Map for Leaves {
     }
 }
 
-/// Words with an all-zero zero.
-///
-/// # Safety
-/// All-zero bytes are a valid value.
-unsafe trait Zero {}
-// SAFETY: an all-zero AtomicU32 is the number zero.
-unsafe impl Zero for AtomicU32 {}
-// SAFETY: an all-zero AtomicU64 is the number zero.
-unsafe impl Zero for AtomicU64 {}
-
-/// Zeroed words, which take no memory before they are touched.
-fn zeroed<T: Zero>(len: usize) -> Vec<T> {
-    if len == 0 {
-        return Vec::new();
-    }
-    let layout = Layout::array::<T>(len).expect("fits into memory");
-    // SAFETY: `len` is not 0 and T is a word, so the layout has a size.
-    let words = unsafe { std::alloc::alloc_zeroed(layout) }.cast::<T>();
-    if words.is_null() {
-        std::alloc::handle_alloc_error(layout);
-    }
-    // SAFETY: as many words as were allocated, by the allocator and with the layout of a vector, and all are zero.
-    unsafe { Vec::from_raw_parts(words, len, len) }
-}
-
-fn make(name: &str, entries: usize, dense: bool) -> Option<Box<dyn Map>> {
-    Some(match name {
-        "flat-array" if dense => Box::new(FlatArray(zeroed(entries))),
-        "tier-flat" if dense => Box::new(Leaves::new(entries, dense, true)),
-        // Flat arrays over 2^33 pages would take all memory.
-        "flat-array" | "tier-flat" => return None,
-        "tier-b-tree" => Box::new(Leaves::new(entries, dense, false)),
-        "radix-64" => Box::new(Radix { root: Node::new() }),
-        _ => {
-            let maker = registry::all().into_iter().find(|maker| maker.0 == name)?;
-            maker.2(entries, true)
-        }
-    })
-}
-
-/// Bytes that a structure takes per entry at most, as measured, and somewhat more.
-fn bytes_per_entry(name: &str, dense: bool) -> f64 {
-    match name {
-        // A page alone in its cluster has all inner nodes to itself.
-        "radix-64" if !dense => 1100.0,
-        "congee" if !dense => 250.0,
-        "flat-array" | "tier-flat" | "radix-64" => 16.0,
-        _ => 140.0,
-    }
-}
-
-/// Measures one structure in this process and prints its figures.
-pub fn run_cell(cell: &str) -> ExitCode {
-    let parts: Vec<&str> = cell.split(',').collect();
-    let [name, entries, threads, kind] = parts[..] else { return ExitCode::from(2) };
-    let (Ok(entries), Ok(threads)) = (entries.parse::<usize>(), threads.parse::<usize>()) else {
-        return ExitCode::from(2);
-    };
-    let dense = kind == "dense";
-    let before = resident_bytes();
-    let Some(map) = make(name, entries, dense) else { return ExitCode::from(2) };
-    let phase = |act: &(dyn Fn(u64) -> bool + Sync)| {
+/// The rates of the phases, in million operations per second.
+fn rates(map: &dyn Map) -> [f64; 4] {
+    let phase = |act: &dyn Fn(u64) -> bool| {
         let start = Instant::now();
-        std::thread::scope(|scope| {
-            for thread in 0..threads {
-                scope.spawn(move || {
-                    let part = entries / threads;
-                    for index in thread * part..(thread + 1) * part {
-                        assert!(act(offset(index as u64, entries as u64, dense)), "a wrong answer");
-                    }
-                });
-            }
-        });
-        (entries / threads * threads) as f64 / start.elapsed().as_secs_f64() / 1e6
-    };
-    let insert = phase(&|key| map.insert(key, key << 1 | 1));
-    let bytes = (resident_bytes() - before) / entries as f64;
-    let lookup = phase(&|key| map.get(key) == Some(key << 1 | 1));
-    let replace = phase(&|key| map.replace(key, key << 1 | 1, key << 1 | 3));
-    for index in (0..entries / threads * threads).step_by(entries / 1000 + 1) {
-        let key = offset(index as u64, entries as u64, dense);
-        assert!(map.get(key) == Some(key << 1 | 3), "not replaced");
-    }
-    let erase = phase(&|key| map.remove(key, key << 1 | 3));
-    println!("{insert} {lookup} {replace} {erase} {bytes}");
-    ExitCode::SUCCESS
-}
-
-/// The structures that this build has.
-pub fn names() -> impl Iterator<Item = &'static str> {
-    let known: Vec<&str> = registry::all().iter().map(|maker| maker.0).collect();
-    OWN.iter().chain(ORDERED.iter().filter(move |name| known.contains(name))).copied()
-}
-
-/// Measures the structures that `only` names, all if it names none, each in a process of its own, rounds in turn.
-pub fn measure(entries: usize, rounds: usize, only: &[String]) -> Vec<Row> {
-    let wanted = |name: &&str| only.is_empty() || only.iter().any(|only| only == name);
-    let mut cells: Vec<(String, Vec<[f64; 5]>)> = Vec::new();
-    for kind in ["dense", "sparse"] {
-        for threads in [1, 2] {
-            for name in names().filter(wanted).filter(|name| kind == "dense" || !name.contains("flat")) {
-                let bytes = entries as f64 * bytes_per_entry(name, kind == "dense");
-                if bytes > pagefold_os::procfs::available_and_total().0 as f64 * 0.8 {
-                    eprintln!("SKIPPED: {name} with {entries} {kind} offsets: {:.0} GB of memory", bytes / 1e9);
-                    continue;
-                }
-                cells.push((format!("{name},{entries},{threads},{kind}"), Vec::new()));
-            }
+        for index in 0..ENTRIES as u64 {
+            assert!(act(offset(index, ENTRIES as u64)), "a wrong answer");
         }
-    }
+        ENTRIES as f64 / start.elapsed().as_secs_f64() / 1e6
+    };
+    [
+        phase(&|key| map.insert(key, key << 1 | 1)),
+        phase(&|key| map.get(key) == Some(key << 1 | 1)),
+        phase(&|key| map.replace(key, key << 1 | 1, key << 1 | 3)),
+        phase(&|key| map.remove(key, key << 1 | 3)),
+    ]
+}
+
+/// Measures both, in turn; the red-black tree in a build with the feature `cpp-peers` alone.
+pub fn measure(rounds: usize) -> io::Result<Vec<Row>> {
+    let peer = registry::all().into_iter().find(|maker| maker.0 == "rb-tree-lock");
+    let mut runs: [(&str, Vec<[f64; 4]>); 2] = [("tier-b-tree", Vec::new()), ("rb-tree-lock", Vec::new())];
     for _ in 0..rounds {
-        for (cell, figures) in &mut cells {
-            let command = process::own("zswap").map(|mut command| {
-                command.args(["--cell", cell]);
-                command
-            });
-            let text = command.and_then(|mut command| process::output(&mut command)).unwrap_or_default();
-            let values: Vec<f64> = text.split_ascii_whitespace().filter_map(|value| value.parse().ok()).collect();
-            match values.try_into() {
-                Ok(values) => figures.push(values),
-                Err(_) => eprintln!("zswap: {cell}: no figures"),
-            }
-        }
+        runs[0].1.push(rates(&Leaves::new(ENTRIES)?));
+        runs[1].1.extend(peer.iter().map(|peer| rates(&*(peer.1)(ENTRIES))));
     }
-    let row = |(cell, figures): (String, Vec<[f64; 5]>)| {
-        let parts: Vec<&str> = cell.split(',').collect();
-        let column = |index: usize| -> Vec<f64> { figures.iter().map(|row| row[index]).collect() };
-        let mut columns: Vec<(&'static str, f64)> =
+    let rows = runs.into_iter().filter(|(_, runs)| !runs.is_empty()).map(|(name, runs)| {
+        let column = |index: usize| runs.iter().map(move |run| run[index]);
+        let mut figures: Vec<(&'static str, f64)> =
             PHASES.iter().enumerate().map(|(index, name)| (*name, median(column(index)))).collect();
-        let lookups = Spread::of(column(1));
-        columns.push(("bytes/entry", median(column(4))));
-        columns.push(("spread %", (lookups.high - lookups.low) / lookups.high * 100.0));
-        Row {
-            part: "index",
-            name: parts[0].to_owned(),
-            on: format!("{} {}, {} thr, wall", parts[1], parts[3], parts[2]),
-            figures: columns,
-        }
-    };
-    cells.into_iter().map(row).collect()
+        figures.push(("spread of lookups %", Spread::of(column(1)).half_range_percent()));
+        Row { part: "index", name: name.to_owned(), on: format!("{ENTRIES} sparse, 1 thr, wall"), figures }
+    });
+    Ok(rows.collect())
 }
 
 #[cfg(test)]
@@ -347,41 +126,24 @@ mod tests {
 
     #[test]
     fn offsets_are_distinct() {
-        for (entries, dense) in [(1000, true), (1024, true), (100_000, false)] {
-            let mut keys: Vec<u64> = (0..entries).map(|index| offset(index, entries, dense)).collect();
+        for entries in [1000, 1024, 100_000] {
+            let mut keys: Vec<u64> = (0..entries).map(|index| offset(index, entries)).collect();
             keys.sort_unstable();
             keys.dedup();
             assert_eq!(keys.len() as u64, entries);
-            assert!(!dense || keys.last() == Some(&(entries - 1)));
             assert!(keys.iter().all(|key| *key < 1 << 33));
         }
     }
 
     #[test]
-    fn zeroed_words_take_memory_when_they_are_touched() {
-        let before = resident_bytes();
-        let words = zeroed::<AtomicU64>(1 << 28);
-        words[1 << 27].store(7, Ordering::Relaxed);
-        assert_eq!((words[0].load(Ordering::Relaxed), words[1 << 27].load(Ordering::Relaxed)), (0, 7));
-        // Of 2 GiB; other tests run meanwhile.
-        assert!(resident_bytes() - before < f64::from(1 << 30));
-    }
-
-    #[test]
-    fn all_structures_are_maps() {
-        for name in names() {
-            for dense in [true, false] {
-                let Some(map) = make(name, 5000, dense) else { continue };
-                for index in 0..5000 {
-                    assert!(map.insert(offset(index, 5000, dense), index + 1), "{name}");
-                }
-                for index in 0..5000 {
-                    let key = offset(index, 5000, dense);
-                    assert_eq!(map.get(key), Some(index + 1), "{name}");
-                    assert!(map.replace(key, index + 1, index + 2) && map.get(key) == Some(index + 2), "{name}");
-                    assert!(map.remove(key, index + 2) && map.get(key).is_none() && !map.remove(key, 0), "{name}");
-                }
-            }
+    fn the_tiers_structure_is_a_map() {
+        let map = Leaves::new(5000).unwrap();
+        let keys = || (0..5000).map(|index| (offset(index, 5000), index + 1));
+        assert!(keys().all(|(key, value)| map.insert(key, value)));
+        for (key, value) in keys() {
+            assert_eq!(map.get(key), Some(value));
+            assert!(map.replace(key, value, value + 1) && map.get(key) == Some(value + 1));
+            assert!(map.remove(key, value + 1) && map.get(key).is_none() && !map.remove(key, 0));
         }
     }
 }

@@ -1,10 +1,8 @@
-//! The kernel's backends: zswap over a swap file, and zram; made for the run, undone when dropped.
+//! The kernel's backend: zswap over a swap file, made for the run, undone when dropped.
 
-use super::measure::{Area, Spent};
-use crate::restore::{SwapFile, Undo, remove_zram};
+use crate::restore::{SwapFile, Undo};
 use std::fs;
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
 const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 
@@ -57,35 +55,4 @@ impl Zswap {
         let count = text.lines().find_map(|line| line.strip_prefix("zswpin ")?.parse().ok());
         count.unwrap_or(f64::NAN)
     }
-}
-
-/// Bytes of memory that zram with `algorithm` holds for `pages`, and the time of writing them.
-///
-/// Written past the page cache: no second copy is made, and this process does the work itself. Making and removing the device
-/// is not measured.
-pub fn zram_bytes(pages: &[u8], algorithm: &str) -> io::Result<(f64, Spent)> {
-    let number: u32 =
-        fs::read_to_string("/sys/class/zram-control/hot_add")?.trim().parse().map_err(io::Error::other)?;
-    let _device = Undo::later(move || remove_zram(&number.to_string()));
-    let system = |name: &str| format!("/sys/block/zram{number}/{name}");
-    fs::write(system("comp_algorithm"), algorithm)?;
-    fs::write(system("disksize"), (pages.len() + (1 << 20)).to_string())?;
-    let mut direct = fs::File::options();
-    direct.write(true).custom_flags(libc::O_DIRECT);
-    let file = direct.open(format!("/dev/zram{number}"))?;
-    // Aligned, as direct writes have to be.
-    let mut buffer = Area::new(1 << 20)?;
-    let mut spent = Spent::default();
-    let mut at = 0;
-    for chunk in pages.chunks(1 << 20) {
-        let buffer = &mut buffer.bytes_mut()[..chunk.len()];
-        buffer.copy_from_slice(chunk);
-        spent.on(|| file.write_all_at(buffer, at))?;
-        at += chunk.len() as u64;
-    }
-    spent.on(|| file.sync_all())?;
-    drop(file);
-    let stat = fs::read_to_string(system("mm_stat"))?;
-    let held = stat.split_ascii_whitespace().nth(2).and_then(|bytes| bytes.parse().ok());
-    Ok((held.ok_or_else(|| io::Error::other("mm_stat"))?, spent))
 }

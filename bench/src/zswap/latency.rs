@@ -1,16 +1,13 @@
-//! A page out, and in again: the tier alone, the tier behind userfaultfd, and zswap.
+//! A page out, and in again: the tier alone, a region of the library, and zswap.
 
 use super::kernel::Zswap;
-use super::measure::{Area, Busy, as_pages, timed, to_io};
+use super::measure::{Area, Busy, as_pages, timed};
 use super::row::Row;
 use crate::stats::Random;
-use pagefold_os::Range;
-use pagefold_os::uffd::{self, Uffd};
 use pagefold_tier::region::ColdRegion;
-use pagefold_tier::{BackingFile, Config, Effort, Tier};
+use pagefold_tier::{Config, Effort, Tier};
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 fn row(name: &str, us: Vec<f64>) -> Row {
     let on = format!("{} pages", us.len());
@@ -31,8 +28,7 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
         ("zstd + dictionary + patches", Effort::Dense, true),
     ] {
         let config = Config { bytes_max: 1 << 30, patches, ..Config::default() };
-        let backing = BackingFile::create(&std::env::temp_dir(), 1 << 30).expect("a file");
-        let tier = Tier::create(config, Some(Box::new(backing))).expect("memory");
+        let tier = Tier::create(config, None).expect("memory");
         tier.add_client(1, count as u64).expect("a region");
         if effort == Effort::Dense {
             let samples: Vec<u8> =
@@ -48,22 +44,10 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
         });
         rows.push(row(&format!("load, {label}"), load));
         if !patches {
-            let here = served_here(&pages, effort, &order);
-            for found in [here, served(&tier, count, &order).map_err(|error| error.to_string())] {
-                match found {
-                    Ok(found) => rows.extend(found.into_iter().map(|mut row| {
-                        row.name = format!("{}, {label}", row.name);
-                        row
-                    })),
-                    Err(error) => eprintln!("SKIPPED: userfaultfd: {error}"),
-                }
+            match served_here(&pages, effort, &order) {
+                Ok(found) => rows.extend(found.into_iter().map(|(name, us)| row(&format!("{name}, {label}"), us))),
+                Err(error) => eprintln!("SKIPPED: faults in a region: {error}"),
             }
-        }
-        if effort == Effort::Fast {
-            let written = tier.write_back_now(u64::MAX);
-            assert!(written > 0, "nothing was written back");
-            let read = timed(count.min(2000), |at| drop(tier.load(1, order[at] as u64, &mut data)));
-            rows.push(row("load from the file (O_DIRECT)", read));
         }
     }
     match zswap(&pages, &order) {
@@ -90,48 +74,26 @@ fn zswap(pages: &[&[u8; 4096]], order: &[usize]) -> io::Result<Vec<Row>> {
         on: format!("{count} pages"),
         figures: vec![("p50 us", f64::NAN), ("p99 us", f64::NAN), ("us/page", out_us)],
     }];
-    let touch = timed(count, |at| {
-        area.touch(order[at]);
-    });
+    let touch = timed(count, |at| area.touch(order[at]));
     rows.push(row(&format!("zswap touch, {compressor}, random"), touch));
     area.page_out();
     let busy = Busy::start();
-    let touch = timed(count, |at| {
-        area.touch(order[at]);
-    });
+    let touch = timed(count, |at| area.touch(order[at]));
     drop(busy);
     rows.push(row(&format!("zswap touch, {compressor}, random, cores busy"), touch));
     area.page_out();
     Zswap::page_cluster(3)?;
-    let touch = timed(count, |at| {
-        area.touch(at);
-    });
+    let touch = timed(count, |at| area.touch(at));
     rows.push(row(&format!("zswap touch, {compressor}, in order, clusters of 8"), touch));
     Ok(rows)
 }
 
-// Served through userfaultfd.
-
-/// `UFFDIO_COPY` and its argument; as in linux/userfaultfd.h.
-const UFFDIO_COPY: u64 = 0xc028_aa03;
-
-#[repr(C)]
-struct Copy {
-    dst: u64,
-    src: u64,
-    len: u64,
-    mode: u64,
-    copied: i64,
-}
-
-fn copy_in(fd: i32, dst: u64, pages: &[[u8; 4096]]) {
-    let mut copy = Copy { dst, src: pages.as_ptr() as u64, len: pages.len() as u64 * 4096, mode: 0, copied: 0 };
-    // SAFETY: the kernel reads `pages` and writes only into the registered range; the structure outlives the call.
-    unsafe { libc::ioctl(fd, UFFDIO_COPY, &raw mut copy) };
-}
-
-/// Faults that the faulting thread serves itself, through the library: at random and in order.
-fn served_here(pages: &[&[u8; 4096]], effort: Effort, order: &[usize]) -> Result<Vec<Row>, String> {
+/// Times of faults that the faulting thread serves itself, through the library.
+fn served_here(
+    pages: &[&[u8; 4096]],
+    effort: Effort,
+    order: &[usize],
+) -> Result<[(&'static str, Vec<f64>); 3], String> {
     let count = pages.len();
     let config = Config { bytes_max: 1 << 30, patches: false, ..Config::default() };
     let tier = Tier::create(config, None).map_err(|error| error.to_string())?;
@@ -155,63 +117,9 @@ fn served_here(pages: &[&[u8; 4096]], effort: Effort, order: &[usize]) -> Result
     drop(busy);
     park();
     let in_order = timed(count, touch);
-    park();
-    let prefetcher = region.prefetcher();
-    std::thread::spawn(move || prefetcher.run());
-    let helped = timed(count, touch);
-    Ok(vec![
-        row("fault in the faulting thread", random),
-        row("fault in the faulting thread, cores busy", beside),
-        row("fault in the faulting thread, in order", in_order),
-        row("fault in the faulting thread, in order, a second hand", helped),
+    Ok([
+        ("fault in the faulting thread", random),
+        ("fault in the faulting thread, cores busy", beside),
+        ("fault in the faulting thread, in order", in_order),
     ])
-}
-
-fn served(tier: &Tier, count: usize, order: &[usize]) -> io::Result<Vec<Row>> {
-    let mut rows = Vec::new();
-    let area = Area::new(count.next_multiple_of(8) * 4096)?;
-    let range = Range::pages_from(area.0.addr(), count.next_multiple_of(8) as u64);
-    for (name, cluster, polling) in [
-        ("fault by a waiting thread", 1, false),
-        ("fault by a polling thread", 1, true),
-        ("fault by a waiting thread, clusters of 8", 8, false),
-    ] {
-        let uffd = Uffd::new(None, 0).map_err(to_io)?;
-        uffd.register(range, uffd::MODE_MISSING).map_err(to_io)?;
-        let stop = AtomicBool::new(false);
-        std::thread::scope(|scope| -> io::Result<()> {
-            scope.spawn(|| {
-                let mut pages = vec![[0; 4096]; cluster];
-                while !stop.load(Ordering::Relaxed) {
-                    if !polling {
-                        let mut poll = [libc::pollfd { fd: uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
-                        let _ = pagefold_os::fd::poll(&mut poll, 20);
-                    }
-                    let Ok(Some(uffd::Event::PageFault { addr, .. })) = uffd.read_event() else { continue };
-                    let page = (addr - range.start) / 4096;
-                    if let Ok(run) = tier.load_cluster(1, page, &mut pages) {
-                        let first = run.start as usize % cluster;
-                        let len = (run.end - run.start) as usize;
-                        copy_in(uffd.fd().raw(), range.start + run.start * 4096, &pages[first..first + len]);
-                    }
-                }
-            });
-            // The thread runs before the clock starts.
-            std::thread::sleep(Duration::from_millis(5));
-            let touch = match cluster {
-                1 => timed(count, |at| {
-                    area.touch(order[at]);
-                }),
-                _ => timed(count, |at| {
-                    area.touch(at);
-                }),
-            };
-            rows.push(row(name, touch));
-            stop.store(true, Ordering::Relaxed);
-            Ok(())
-        })?;
-        uffd.unregister(range).map_err(to_io)?;
-        area.forget();
-    }
-    Ok(rows)
 }

@@ -1,13 +1,14 @@
 //! The cold tier of a live client: parked, touched page by page and in order, faulted in, left idle.
 //!
-//! Pages evicted lately are LZ4, older ones Zstandard or a patch; after `park` a daemon makes all of them dense immediately. So
-//! touches are measured twice: of dense pages, and, with a daemon that never recompresses, of LZ4 pages.
+//! Pages evicted lately are LZ4, older ones Zstandard or a patch; after `park` a daemon makes all of them dense. So pages are
+//! dense when they are touched.
 //!
 //! Daemon and client are processes of their own (this program again), so that memory and processor time are counted apart.
 
 use super::measure::Busy;
 use super::row::Row;
 use crate::process::{self, Failure, Running, wait_for};
+use crate::restore::Undo;
 use crate::stats::{Random, quantile};
 use pagefold_agent::client::{Client, ColdOptions, Region};
 use pagefold_daemon::control::{self, Answer, Request};
@@ -21,43 +22,16 @@ use std::time::{Duration, Instant};
 /// Runs one of the two processes.
 pub fn run_process(words: &[String]) -> ExitCode {
     let result = match words {
-        [kind, socket] if kind == "daemon" => daemon(socket.as_ref(), Cleaner::AtOnce),
-        [kind, socket] if kind == "daemon-lz4" => daemon(socket.as_ref(), Cleaner::Never),
+        [kind, socket] if kind == "daemon" => daemon(socket.as_ref()),
         [kind, socket, file] if kind == "client" => client(socket.as_ref(), file.as_ref()),
-        _ => Err("daemon SOCKET, daemon-lz4 SOCKET, or client SOCKET FILE".into()),
+        _ => Err("daemon SOCKET, or client SOCKET FILE".into()),
     };
     crate::options::exit_code("zswap", result)
 }
 
-/// When a daemon makes parked pages dense.
-#[derive(Clone, Copy)]
-enum Cleaner {
-    AtOnce,
-    Never,
-}
-
-impl Cleaner {
-    /// The daemon's name among the processes.
-    fn daemon(self) -> &'static str {
-        match self {
-            Cleaner::AtOnce => "daemon",
-            Cleaner::Never => "daemon-lz4",
-        }
-    }
-
-    fn config(self) -> cold::Config {
-        let config = cold::Config { automatic: false, ..cold::Config::default() };
-        match self {
-            Cleaner::AtOnce => config,
-            // Pages age by its ticks; none comes while a benchmark lasts.
-            Cleaner::Never => cold::Config { park_densely: false, tick: Duration::from_secs(86_400), ..config },
-        }
-    }
-}
-
-fn daemon(socket: &Path, cleaner: Cleaner) -> Result<(), Failure> {
-    let config = Config { socket: socket.to_owned(), cold: cleaner.config(), ..Config::default() };
-    Ok(pagefold_daemon::run(&Daemon::new(config))?)
+fn daemon(socket: &Path) -> Result<(), Failure> {
+    let cold = cold::Config { automatic: false, ..cold::Config::default() };
+    Ok(pagefold_daemon::run(&Daemon::new(Config { socket: socket.to_owned(), cold, ..Config::default() }))?)
 }
 
 fn client(socket: &Path, file: &Path) -> Result<(), Failure> {
@@ -126,35 +100,12 @@ impl Live {
         Ok((pages, began.elapsed().as_secs_f64()))
     }
 
-    fn tiers(&self) -> io::Result<Vec<cold::ColdDomain>> {
-        match control::ask(&self.socket, &Request::Status {})? {
-            Answer::Status(status) => Ok(status.cold.domains),
-            other => Err(io::Error::other(format!("the daemon answered {other:?}"))),
-        }
-    }
-
     /// Memory of the tier.
     fn held(&self) -> io::Result<f64> {
-        Ok(self.tiers()?.iter().map(|tier| tier.memory_bytes).sum::<u64>() as f64)
-    }
-
-    /// The client's answer to `word` with everything evicted as LZ4, with busy processors or without.
-    /// Fails if some pages were dense before, or became dense meanwhile.
-    fn ask_of_lz4(&mut self, word: &str, is_busy: bool) -> io::Result<Vec<f64>> {
-        self.park()?;
-        let kept = self.tiers()?;
-        let busy = is_busy.then(Busy::start);
-        let answer = self.ask(word)?;
-        drop(busy);
-        let contents: u64 = kept.iter().map(|tier| tier.unique_pages).sum();
-        let dense: u64 = kept.iter().map(|tier| tier.unique_pages_dense).sum();
-        let recompressed: u64 = self.tiers()?.iter().map(|tier| tier.pages_recompressed).sum();
-        if contents == 0 || dense + recompressed > 0 {
-            let what =
-                format!("{contents} contents are evicted, {dense} of them dense, and {recompressed} were recompressed");
-            return Err(io::Error::other(format!("not all of it was LZ4: {what}")));
+        match control::ask(&self.socket, &Request::Status {})? {
+            Answer::Status(status) => Ok(status.cold.domains.iter().map(|tier| tier.memory_bytes).sum::<u64>() as f64),
+            other => Err(io::Error::other(format!("the daemon answered {other:?}"))),
         }
-        Ok(answer)
     }
 
     /// Waits until the cleaner has made parked pages dense; returns the bytes held then, and the seconds.
@@ -185,7 +136,7 @@ impl Live {
     }
 }
 
-fn start(file: &Path, cleaner: Cleaner) -> io::Result<Live> {
+fn start(file: &Path) -> io::Result<Live> {
     let socket = std::env::temp_dir().join(format!("pagefold-bench-live-{}", std::process::id()));
     let process = |words: &[&std::ffi::OsStr]| -> io::Result<Command> {
         let mut command = process::own("zswap")?;
@@ -196,7 +147,7 @@ fn start(file: &Path, cleaner: Cleaner) -> io::Result<Live> {
         }
         Ok(command)
     };
-    let mut command = process(&[cleaner.daemon().as_ref(), socket.as_ref()])?;
+    let mut command = process(&["daemon".as_ref(), socket.as_ref()])?;
     let daemon = Running::start(command.stdin(Stdio::null()))?;
     let limit = Duration::from_secs(20);
     wait_for("the daemon", limit, || control::ask(&socket, &Request::Status {}).ok())?;
@@ -219,15 +170,6 @@ fn start(file: &Path, cleaner: Cleaner) -> io::Result<Live> {
     Ok(live)
 }
 
-/// A live client that has these pages.
-fn start_with(set: &[u8], cleaner: Cleaner) -> io::Result<Live> {
-    let file = PathBuf::from(format!("/dev/shm/pagefold-bench-live-{}", std::process::id()));
-    std::fs::write(&file, set)?;
-    let live = start(&file, cleaner);
-    let _ = std::fs::remove_file(&file);
-    live
-}
-
 /// Figures of touches, as the client answers.
 fn of_touches(touched: &[f64]) -> Vec<(&'static str, f64)> {
     vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]
@@ -235,7 +177,11 @@ fn of_touches(touched: &[f64]) -> Vec<(&'static str, f64)> {
 
 /// Measures on a live client that has these pages.
 pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
-    let mut live = start_with(set, Cleaner::AtOnce)?;
+    let file = PathBuf::from(format!("/dev/shm/pagefold-bench-live-{}", std::process::id()));
+    std::fs::write(&file, set)?;
+    let removed = Undo::remove(file.clone());
+    let mut live = start(&file)?;
+    drop(removed);
     let mut rows = Vec::new();
     let mut row = |name: &str, figures: Vec<(&'static str, f64)>| {
         rows.push(Row { part: "live", name: name.to_owned(), on: on.to_owned(), figures });
@@ -294,18 +240,4 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
         ],
     );
     Ok(rows)
-}
-
-/// Measures touches of LZ4 pages, on a live client that has these.
-pub fn measure_lz4(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
-    let mut live = start_with(set, Cleaner::Never)?;
-    let mut row = |name: &str, word: &str, is_busy: bool| -> io::Result<Row> {
-        let figures = of_touches(&live.ask_of_lz4(word, is_busy)?);
-        Ok(Row { part: "live", name: name.to_owned(), on: on.to_owned(), figures })
-    };
-    Ok(vec![
-        row("touch, random, LZ4", "random", false)?,
-        row("touch, random, LZ4, cores busy", "random", true)?,
-        row("touch, in order, LZ4", "order", false)?,
-    ])
 }

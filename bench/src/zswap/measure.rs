@@ -10,14 +10,10 @@ use std::time::Instant;
 /// Anonymous memory on small pages.
 pub struct Area(pub Mapping);
 
-pub fn to_io(errno: pagefold_os::Errno) -> io::Error {
-    io::Error::from_raw_os_error(errno.0)
-}
-
 impl Area {
     /// Maps `len` bytes.
     pub fn new(len: usize) -> io::Result<Area> {
-        Mapping::anonymous(len).map(Area).map_err(to_io)
+        Mapping::anonymous(len).map(Area).map_err(|errno| io::Error::from_raw_os_error(errno.0))
     }
 
     /// All of it.
@@ -27,22 +23,16 @@ impl Area {
     }
 
     /// Reads one byte of a page, which may fault it in.
-    pub fn touch(&self, page: usize) -> u8 {
+    pub fn touch(&self, page: usize) {
         assert!(page * 4096 < self.0.len());
         // SAFETY: inside the mapping, as just checked; volatile, because the read is what counts.
-        unsafe { self.0.as_ptr().add(page * 4096).read_volatile() }
+        unsafe { self.0.as_ptr().add(page * 4096).read_volatile() };
     }
 
     /// Asks the kernel to evict all pages.
     pub fn page_out(&self) {
         // SAFETY: the range is this mapping; the advice changes no byte that can be read.
         let _ = unsafe { pagefold_os::mem::advise(self.0.addr(), self.0.len() as u64, libc::MADV_PAGEOUT) };
-    }
-
-    /// Discards all pages.
-    pub fn forget(&self) {
-        // SAFETY: the range is this mapping, and its content is not read again.
-        let _ = unsafe { pagefold_os::mem::advise(self.0.addr(), self.0.len() as u64, libc::MADV_DONTNEED) };
     }
 
     /// Bytes that are present.

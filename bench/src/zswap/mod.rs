@@ -1,9 +1,9 @@
-//! `pagefold bench zswap`: the cold tier beside the kernel's zswap and zram, and its index beside trees and arrays.
+//! `pagefold bench zswap`: the cold tier beside the kernel's zswap, and its index beside a red-black tree.
 //!
-//! Five parts: `index` (page offsets in and out of maps), `density` (memory held for real pages), `latency` (a page evicted
-//! and faulted in), `live` (a client parked, touched when its pages are dense and while they are LZ4, unparked), `half` (a
-//! program under a limit of half its memory). The kernel's side needs a swap file, zswap's switch and a zram device: they are
-//! made for the run and undone afterwards. Parts that cannot run here are reported as skipped, with the reason.
+//! Five parts: `index` (page offsets in and out of both trees), `density` (memory held for real pages), `latency` (a page evicted
+//! and faulted in), `live` (a client parked, touched and unparked), `half` (redis under a limit of half its memory). The kernel's
+//! side needs a swap file and zswap's switch: they are set for the run and undone afterwards. Parts that cannot run here are
+//! reported as skipped, with the reason.
 
 mod density;
 mod half;
@@ -32,23 +32,16 @@ enum Part {
     Half,
 }
 
-/// The cold tier beside zswap, zram, and other indexes.
+/// The cold tier beside zswap and a red-black tree.
 #[derive(Parser, Debug)]
 #[command(
     name = "pagefold bench zswap",
-    after_help = "Examples:\n  pagefold bench zswap --quick\n  pagefold bench zswap --part index --entries 10000000\n  \
-                  pagefold bench zswap --part density --guests 4"
+    after_help = "Examples:\n  pagefold bench zswap --quick\n  pagefold bench zswap --part density --guests 4"
 )]
 struct Args {
     /// Parts to run; all without it.
     #[arg(long, value_delimiter = ',')]
     part: Vec<Part>,
-    /// Entries in the index.
-    #[arg(long, value_delimiter = ',')]
-    entries: Vec<usize>,
-    /// Structures of the index part, by name; all without it.
-    #[arg(long, value_delimiter = ',')]
-    only: Vec<String>,
     /// Rounds; medians and spread are of these.
     #[arg(long, value_parser = positive)]
     rounds: Option<usize>,
@@ -57,9 +50,6 @@ struct Args {
     guests: Option<usize>,
     #[command(flatten)]
     extent: Extent,
-    /// One cell of the index part, run in a process of its own.
-    #[arg(long, hide = true)]
-    cell: Option<String>,
     /// A daemon or a client of the live part.
     #[arg(long, hide = true)]
     process: Vec<String>,
@@ -73,16 +63,6 @@ impl Args {
     fn rounds(&self) -> usize {
         self.extent.rounds(self.rounds)
     }
-
-    /// Sizes of the index.
-    fn sizes(&self) -> Vec<usize> {
-        match (&self.entries[..], self.extent.quick, self.extent.full) {
-            ([], true, _) => vec![100_000],
-            ([], _, true) => vec![100_000, 1_000_000, 10_000_000],
-            ([], ..) => vec![1_000_000],
-            (sizes, ..) => sizes.to_vec(),
-        }
-    }
 }
 
 /// Runs the benchmark with the arguments after its name.
@@ -91,23 +71,13 @@ pub fn run(words: &[String]) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    if let Some(cell) = &args.cell {
-        return index::run_cell(cell);
-    }
     if !args.process.is_empty() {
         return live::run_process(&args.process);
-    }
-    if let Some(unknown) = args.only.iter().find(|name| !index::names().any(|known| known == *name)) {
-        let known: Vec<&str> = index::names().collect();
-        eprintln!("pagefold bench zswap: no structure {unknown}; there are {}", known.join(", "));
-        return ExitCode::from(2);
     }
     record::emit(Vec::new());
     record::emit_versions(serde_json::json!({ "zswap": kernel::Zswap::compressor() }));
     if args.wants(Part::Index) {
-        for entries in args.sizes() {
-            show(index::measure(entries, args.rounds(), &args.only));
-        }
+        show_or_skip("indexes", index::measure(args.rounds()));
     }
     if [Part::Density, Part::Latency, Part::Live].into_iter().any(|part| args.wants(part)) {
         match pages::unrelated(if args.extent.quick { 24 << 20 } else { 256 << 20 }) {
@@ -118,8 +88,6 @@ pub fn run(words: &[String]) -> ExitCode {
     if args.wants(Part::Half) {
         let (mib, requests) = if args.extent.quick { (32, 10_000) } else { (256, 200_000) };
         show_or_skip("redis with half its memory", half::redis(mib, requests, args.rounds().min(3)));
-        let (mib, seconds) = if args.extent.quick { (64, 1.0) } else { (256, 10.0) };
-        show_or_skip("stress-ng with half its memory", half::stress(mib, seconds, args.rounds().min(3)));
     }
     let guests = args.guests.unwrap_or(if args.extent.quick { 0 } else { 4 });
     if (args.wants(Part::Density) || args.wants(Part::Live)) && guests > 0 {
@@ -147,7 +115,6 @@ fn on_unrelated(args: &Args, pages: &[u8]) {
     for _ in (0..args.rounds().min(3)).filter(|_| args.wants(Part::Live)) {
         let idle = Duration::from_secs(if args.extent.quick { 2 } else { 10 });
         show_or_skip("a live client", live::measure(on, pages, idle));
-        show_or_skip("a live client's pages as LZ4", live::measure_lz4(on, pages));
     }
     if args.wants(Part::Latency) {
         show(latency::measure(pages, if args.extent.quick { 2000 } else { 20_000 }));
@@ -158,7 +125,6 @@ fn on_unrelated(args: &Args, pages: &[u8]) {
 fn on_guests(args: &Args, on: &str, pages: &[u8]) {
     if args.wants(Part::Live) {
         show_or_skip("live guests", live::measure(on, pages, Duration::from_secs(10)));
-        show_or_skip("live guests' pages as LZ4", live::measure_lz4(on, pages));
     }
     if args.wants(Part::Density) {
         show(density::measure(on, pages));

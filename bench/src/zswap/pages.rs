@@ -1,15 +1,19 @@
 //! Real pages: the memory of live programs and guests.
 
 use crate::files::data_ranges;
-use crate::process::Running;
+use crate::process::{Running, wait_for};
 use crate::redis::Redis;
 use crate::restore::{Undo, folder};
+use crate::vm::Console;
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+/// The longest time for a guest to reach its shell, and to read the files.
+const SHELL_MAX: Duration = Duration::from_secs(180);
 
 /// Present anonymous memory of a process, up to `bytes_max` bytes.
 fn memory_of(pid: u32, bytes_max: usize) -> io::Result<Vec<u8>> {
@@ -106,7 +110,18 @@ pub fn guests(count: usize) -> io::Result<Vec<u8>> {
         running.push((Running::start(&mut command)?, memory, gone));
     }
     for (number, (guest, ..)) in running.iter_mut().enumerate() {
-        wait_for_shell(guest, number)?;
+        let (Some(output), Some(mut input)) = (guest.0.stdout.take(), guest.0.stdin.take()) else { continue };
+        let console = Console::read(output);
+        let shows = |mark: &str| wait_for(mark, SHELL_MAX, || console.text().contains(mark).then_some(()));
+        shows("(initramfs)")?;
+        // Each guest copies another part of the files, so that their memories differ as guests' do.
+        writeln!(
+            input,
+            "n=0; find /usr /lib /bin -type f 2>/dev/null | while read f; do n=$((n+1)); \
+             [ $((n % 4)) = {} ] || cat \"$f\" >> /tmp/copy$((n % 7)) 2>/dev/null; done; echo all-''read",
+            number % 4
+        )?;
+        shows("all-read")?;
     }
     let mut pages = Vec::new();
     for (_, memory, _) in &running {
@@ -119,46 +134,4 @@ pub fn guests(count: usize) -> io::Result<Vec<u8>> {
         }
     }
     Ok(pages)
-}
-
-/// Waits for the shell of the initial file system, then has it read the files.
-fn wait_for_shell(guest: &mut Running, number: usize) -> io::Result<()> {
-    let Some(output) = guest.0.stdout.take() else { return Err(io::Error::other("no console")) };
-    let (send, receive) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        let mut output = output;
-        let mut seen = Vec::new();
-        let mut buffer = [0; 4096];
-        while let Ok(len) = output.read(&mut buffer) {
-            if len == 0 {
-                break;
-            }
-            seen.extend_from_slice(&buffer[..len]);
-            let shown = String::from_utf8_lossy(&seen);
-            if shown.contains("(initramfs)") && send.send(shown.contains("all-read")).is_err() {
-                break;
-            }
-        }
-    });
-    let timeout = Duration::from_secs(180);
-    let silent = || io::Error::other("a guest did not reach its shell in time");
-    receive.recv_timeout(timeout).map_err(|_| silent())?;
-    if let Some(input) = &mut guest.0.stdin {
-        // Each guest copies another part of the files, so that their memories differ as guests' do.
-        let script = format!(
-            "n=0; find /usr /lib /bin -type f 2>/dev/null | while read f; do n=$((n+1)); \
-             [ $((n % 4)) = {} ] || cat \"$f\" >> /tmp/copy$((n % 7)) 2>/dev/null; done; echo all-''read\n",
-            number % 4
-        );
-        input.write_all(script.as_bytes())?;
-        input.flush()?;
-    }
-    let end = Instant::now() + timeout;
-    loop {
-        match receive.recv_timeout(end.saturating_duration_since(Instant::now())) {
-            Ok(true) => return Ok(()),
-            Ok(false) => {}
-            Err(_) => return Err(silent()),
-        }
-    }
 }
