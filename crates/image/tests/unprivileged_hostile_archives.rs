@@ -100,12 +100,100 @@ fn sizes_that_disagree_are_refused() {
     bench.refused(&archive(&[pax(&[("size", b"-1")]), header(b"f", b'0', 0, b"")]), "is no number");
     bench.refused(&archive(&[pax(&[("size", b"1"), ("size", b"2")]), header(b"f", b'0', 0, b"")]), "twice");
     bench.refused(&archive(&[pax(&[]), pax(&[]), header(b"f", b'0', 0, b"")]), "two PAX headers");
-    bench.refused(&archive(&[header(b"f", b'S', 0, b"")]), "sparse");
-    bench.refused(&archive(&[pax(&[("GNU.sparse.major", b"1")]), header(b"f", b'0', 0, b"")]), "sparse");
     let mut huge = header(b"f", b'0', 0, b"");
     huge[124..136].copy_from_slice(&[0x80, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]);
     seal(&mut huge);
     bench.refused(&archive(&[huge]), "the limit leaves room for");
+}
+
+/// A header of GNU tar's oldest form, for a file of `size` bytes of which `stored` are in these parts.
+fn sparse_header(stored: u64, parts: &[(u64, u64)], size: u64) -> Vec<u8> {
+    let mut block = header(b"f", b'S', stored, b"");
+    for (index, (place, length)) in parts.iter().enumerate() {
+        let at = 386 + 24 * index;
+        // In base 256.
+        block[at] = 0x80;
+        block[at + 4..at + 12].copy_from_slice(&place.to_be_bytes());
+        block[at + 12] = 0x80;
+        block[at + 16..at + 24].copy_from_slice(&length.to_be_bytes());
+    }
+    block[483] = 0x80;
+    block[487..495].copy_from_slice(&size.to_be_bytes());
+    seal(&mut block);
+    block
+}
+
+#[test]
+fn maps_of_sparse_files_that_lie_are_refused() {
+    let bench = Bench::new();
+    let began = std::time::Instant::now();
+    let data = vec![7; 1024];
+    for (parts, size, words) in [
+        (&[(0, 512), (256, 512)][..], 4096, "overlaps another"),
+        (&[(2048, 512), (0, 512)], 4096, "overlaps another"),
+        (&[(0, 512), (4096, 512)], 4096, "passes the end"),
+        (&[(0, 512), (u64::MAX, 512)], 4096, "passes the end"),
+        (&[(0, 512), (u64::MAX - 511, 512)], u64::MAX, "passes the end"),
+        (&[(0, 512)], 4096, "1024 bytes, and a map of 512"),
+        (&[(0, 1024), (2048, 1024)], 4096, "1024 bytes, and a map of 2048"),
+        // Readers differ about where the second part begins.
+        (&[(0, 500), (1000, 524)], 4096, "ends in a block"),
+        (&[(0, 512), (1 << 60, 512)], (1 << 60) + 512, "the limit leaves room for"),
+        (&[(0, 1024)], 1 << 60, "the limit leaves room for"),
+    ] {
+        bench.refused(&archive(&[sparse_header(1024, parts, size), data.clone()]), words);
+    }
+    // As large as the limit allows, past what the format can tell.
+    let limits = Limits { bytes: 1 << 62, ..Limits::default() };
+    let huge = archive(&[sparse_header(1024, &[(0, 1024)], 1 << 60), data.clone()]);
+    assert!(bench.read_with(&huge, limits).unwrap_err().to_string().contains("8 TiB is the most"));
+    // The map goes on in blocks that are missing.
+    let mut more = sparse_header(1024, &[(0, 512)], 4096);
+    more[482] = 1;
+    seal(&mut more);
+    bench.refused(&more, "cut off in the map");
+    bench.refused(&sparse_header(1024, &[(0, 1024)], 4096), "cut off");
+
+    let map = |text: &[u8]| {
+        let records: [(&str, &[u8]); 4] = [
+            ("GNU.sparse.major", b"1"),
+            ("GNU.sparse.minor", b"0"),
+            ("GNU.sparse.name", b"f"),
+            ("GNU.sparse.realsize", b"4096"),
+        ];
+        let body = [padded(text), data.clone()].concat();
+        archive(&[pax(&records), header(b"GNUSparseFile.0/f", b'0', body.len() as u64, b""), body])
+    };
+    assert!(bench.read(&map(b"2\n0\n512\n2048\n512\n")).is_ok());
+    for (text, words) in [
+        (&b"2\n0\n512\n256\n512\n"[..], "overlaps another"),
+        (b"99999999999999\n", "more than 1048576 parts"),
+        (b"-1\n", "for a number"),
+        (b"1\n0\n", "for a number"),
+        (&[b'1'; 400], "for a number"),
+        // It goes on in the data.
+        (b"400\n", "for a number"),
+    ] {
+        bench.refused(&map(text), words);
+    }
+    let known = |records: &[(&str, &[u8])]| archive(&[pax(records), header(b"f", b'0', 1024, b""), data.clone()]);
+    let (size, count) = (("GNU.sparse.size", &b"4096"[..]), ("GNU.sparse.numblocks", &b"1"[..]));
+    assert!(bench.read(&known(&[size, count, ("GNU.sparse.map", b"0,1024")])).is_ok());
+    for (records, words) in [
+        (&[size, count, ("GNU.sparse.map", b"0")][..], "is not understood"),
+        (&[size, ("GNU.sparse.map", b"0,1024")], "without a size or map"),
+        (&[count, ("GNU.sparse.map", b"0,1024")], "without a size or map"),
+        (&[size, count, ("GNU.sparse.map", b"0,512,1024,512")], "without a size or map"),
+        (&[size, count, ("GNU.sparse.offset", b"0"), ("GNU.sparse.offset", b"0")], "is not understood"),
+        (&[size, count, ("GNU.sparse.numbytes", b"1024")], "is not understood"),
+        (&[size, ("GNU.sparse.major", b"2")], "version 2.0"),
+        (&[("GNU.sparse.major", b"1")], "without a size or map"),
+    ] {
+        bench.refused(&known(records), words);
+    }
+    let link = archive(&[pax(&[size, ("GNU.sparse.numblocks", b"0")]), header(b"f", b'2', 0, b"x")]);
+    bench.refused(&link, "no plain file");
+    assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
 }
 
 #[test]
@@ -131,14 +219,52 @@ fn truncated_and_garbled_archives_are_refused() {
     bench.refused(&archive(&[header(b"f", b'Z', 0, b"")]), "not known");
 }
 
+fn gzip() -> flate2::write::GzEncoder<Vec<u8>> {
+    flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best())
+}
+
+fn bzip2() -> bzip2::write::BzEncoder<Vec<u8>> {
+    bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::best())
+}
+
+fn xz(preset: u32) -> lzma_rust2::XzWriter<Vec<u8>> {
+    lzma_rust2::XzWriter::new(Vec::new(), lzma_rust2::XzOptions::with_preset(preset)).unwrap()
+}
+
+/// Gives `bytes` to a packer.
+fn packed<W: Write>(mut packer: W, mut bytes: impl Read) -> W {
+    std::io::copy(&mut bytes, &mut packer).unwrap();
+    packer
+}
+
+#[test]
+fn an_xz_stream_does_not_say_how_much_memory_is_taken() {
+    let bench = Bench::new();
+    let mut stream = packed(xz(0), &archive(&[file(b"a", b"1")])[..]).finish().unwrap();
+    assert!(bench.read(&stream).is_ok());
+    // The first block's header: its size in words, flags, the number of LZMA2, the size of its properties, and they are the
+    // dictionary's size: now 1.5 GiB. A checksum ends it.
+    let end = 12 + 4 * usize::from(stream[12]);
+    assert_eq!(stream[14..16], [0x21, 1]);
+    stream[16] = 37;
+    let mut sum = flate2::Crc::new();
+    sum.update(&stream[12..end]);
+    stream[end..end + 4].copy_from_slice(&sum.sum().to_le_bytes());
+    bench.refused(&stream, "more than 256 MiB of memory");
+}
+
 #[test]
 fn bombs_stop_early() {
     let bench = Bench::new();
-    let zeros = std::io::repeat(0).take(1 << 30);
-    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
-    packed.write_all(&header(b"bomb", b'0', 1 << 30, b"")).unwrap();
-    std::io::copy(&mut { zeros }, &mut packed).unwrap();
-    bench.refused(&packed.finish().unwrap(), "200:1 is the limit");
+    let bomb = || std::io::Cursor::new(header(b"bomb", b'0', 100 << 20, b""));
+    let zeros = || std::io::repeat(0).take(100 << 20);
+    for packed in [
+        packed(gzip(), bomb().chain(zeros())).finish().unwrap(),
+        packed(xz(0), bomb().chain(zeros())).finish().unwrap(),
+        packed(bzip2(), bomb().chain(zeros())).finish().unwrap(),
+    ] {
+        bench.refused(&packed, "200:1 is the limit");
+    }
 
     let limits = Limits { bytes: 1000, entries: 3, ..Limits::default() };
     let error = |parts: &[Vec<u8>]| bench.read_with(&archive(parts), limits).unwrap_err().to_string();
@@ -819,8 +945,8 @@ fn errors_name_their_cause() {
         std::fs::write(&path, bytes).unwrap();
         import(&bench, &path).map(|_| ()).unwrap_err().to_string()
     };
-    for packed in [&b"\xfd7zXZ\0 and more"[..], b"BZh91AY and more", b"\x04\x22\x4d\x18 and more"] {
-        assert!(text(packed).contains("packed with xz"), "{}", text(packed));
+    for packed in [&b"LZIP and more"[..], b"\x1f\x9d and more", b"\x04\x22\x4d\x18 and more"] {
+        assert!(text(packed).contains("packed with lz4"), "{}", text(packed));
     }
     // A frame to be skipped comes first, as pzstd writes it.
     let zstd = ruzstd::encoding::compress_to_vec(&plain[..], ruzstd::encoding::CompressionLevel::Fastest);
@@ -852,21 +978,37 @@ fn corrupt_compressed_layers_are_refused() {
     gzip.write_all(&plain).unwrap();
     let gzip = gzip.finish().unwrap();
     let zstd = ruzstd::encoding::compress_to_vec(&plain[..], ruzstd::encoding::CompressionLevel::Fastest);
-    for packed in [&gzip, &zstd] {
+    let in_bzip2 = |bytes: &[u8]| packed(bzip2(), bytes).finish().unwrap();
+    let in_xz = |bytes: &[u8]| packed(xz(6), bytes).finish().unwrap();
+    for packed in [&gzip, &zstd, &in_bzip2(&plain), &in_xz(&plain)] {
         let (mut tree, _) = bench.read(packed).unwrap();
         assert!(tree.find(b"a").is_some());
         assert!(bench.read(&packed[..packed.len() / 2]).is_err());
-        // Two frames, a skippable one between, are one stream.
         let mut split = packed.clone();
         split.truncate(20);
         assert!(bench.read(&split).is_err());
     }
     let skippable = [&[0x50, 0x2a, 0x4d, 0x18, 4, 0, 0, 0][..], b"skip", &zstd].concat();
     assert!(bench.read(&skippable).is_ok());
-    bench.refused(b"\xfd7zXZ\0 and more bytes", "xz");
+    // Several streams are one, as parallel packers write them, and no flipped bit changes the content.
+    let (head, tail) = plain.split_at(4000);
+    for both in [[in_bzip2(head), in_bzip2(tail)].concat(), [in_xz(head), in_xz(tail)].concat()] {
+        let content = |(mut tree, _): (Tree, _)| tree.find(b"a").map(|id| tree.inode(id).kind.clone());
+        let whole = content(bench.read(&both).unwrap());
+        assert!(whole.is_some());
+        for at in (0..both.len()).step_by(3) {
+            let mut spoiled = both.clone();
+            spoiled[at] ^= 1;
+            // The size of bzip2's blocks is only the most that they may have.
+            assert!(
+                bench.read(&spoiled).is_err() || content(bench.read(&spoiled).unwrap()) == whole,
+                "byte {at} of {}",
+                both.len()
+            );
+        }
+    }
     // A flipped bit in what is stored as it is: only the frame's checksum can tell, in the last frame, too.
     use ruzstd::encoding::{CompressionLevel::Uncompressed, compress_to_vec};
-    let (head, tail) = plain.split_at(4000);
     let frames = [compress_to_vec(head, Uncompressed), compress_to_vec(tail, Uncompressed)];
     assert!(bench.read(&frames.concat()).is_ok());
     for (frame, at) in [(0, 2000), (0, frames[0].len() - 1), (1, 2000), (1, frames[1].len() - 1)] {

@@ -162,7 +162,7 @@ pub struct BuildArgs {
     /// Name to store it under
     #[arg(long, value_parser = checked(check_name))]
     pub name: String,
-    /// Directory, tar archive (plain, gzip or zstd), OCI layout, or `-`
+    /// Directory, tar archive (plain, gzip, zstd, xz or bzip2), OCI layout, or `-`
     pub path: PathBuf,
     /// Do not go into other file systems: where one is mounted there is an empty directory
     #[arg(long, short = 'x')]

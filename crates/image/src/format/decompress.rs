@@ -2,6 +2,7 @@
 
 use crate::config::Limits;
 use crate::error::{Result, input};
+use lzma_rust2::XzReader;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use std::io::{self, BufRead, BufReader, Read};
@@ -109,11 +110,36 @@ impl<R: BufRead> Read for Zstd<R> {
     }
 }
 
+/// Most memory that the unpacking of an xz stream may take, KiB: four times what the strongest level of `xz` asks for. The
+/// stream itself says how much it needs.
+const XZ_MEMORY_KIB: u32 = 256 << 10;
+
+/// Xz streams one after another.
+struct Xz<R: Read>(XzReader<R>);
+
+impl<R: Read> Read for Xz<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        // The decoder takes a read of no bytes for the end of a block.
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        self.0.read(buffer).map_err(|error| match error.kind() {
+            io::ErrorKind::OutOfMemory => io::Error::other(format!(
+                "xz: unpacking takes more than {} MiB of memory; pack it again (xz -9 or less)",
+                XZ_MEMORY_KIB >> 10
+            )),
+            _ => error,
+        })
+    }
+}
+
 /// How a stream is packed.
 enum Packing {
     None,
     Gzip,
     Zstd,
+    Xz,
+    Bzip2,
     /// A known format that is not read.
     Other,
 }
@@ -125,7 +151,9 @@ fn packing(magic: &[u8]) -> Packing {
         [0x1f, 0x8b, ..] => Packing::Gzip,
         [0x28, 0xb5, 0x2f, 0xfd, ..] => Packing::Zstd,
         _ if skippable => Packing::Zstd,
-        [0xfd, b'7', b'z', b'X', b'Z', ..] | [b'B', b'Z', b'h', ..] | [0x04, 0x22, 0x4d, 0x18, ..] => Packing::Other,
+        [0xfd, b'7', b'z', b'X', b'Z', ..] => Packing::Xz,
+        [b'B', b'Z', b'h', ..] => Packing::Bzip2,
+        [0x04, 0x22, 0x4d, 0x18, ..] | [b'L', b'Z', b'I', b'P', ..] | [0x1f, 0x9d, ..] => Packing::Other,
         _ => Packing::None,
     }
 }
@@ -135,7 +163,7 @@ pub(crate) fn is_packed(magic: &[u8]) -> bool {
     !matches!(packing(magic), Packing::None)
 }
 
-/// Unpacks `source` by what its first bytes say: gzip, zstd, or nothing to unpack.
+/// Unpacks `source` by what its first bytes say: gzip, zstd, xz, bzip2, or nothing to unpack.
 ///
 /// # Errors
 /// A compression that is not read; the source's errors.
@@ -148,8 +176,11 @@ pub fn unpack<'a>(source: impl Read + 'a, limits: Limits) -> Result<Box<dyn Read
         Packing::None => Ok(Box::new(source)),
         Packing::Gzip => Ok(bounded(Box::new(flate2::bufread::MultiGzDecoder::new(source)))),
         Packing::Zstd => Ok(bounded(Box::new(Zstd { source, decoder: FrameDecoder::new(), in_frame: false }))),
+        Packing::Xz => Ok(bounded(Box::new(Xz(XzReader::new_mem_limit(source, true, XZ_MEMORY_KIB))))),
+        Packing::Bzip2 => Ok(bounded(Box::new(bzip2::bufread::MultiBzDecoder::new(source)))),
         Packing::Other => Err(input!(
-            "this archive is packed with xz, bzip2 or lz4; unpack it first (xz -d), or pack it with zstd or gzip"
+            "this archive is packed with lz4, lzip or compress, which are not read; unpack it first, or pack it with zstd, \
+             gzip, xz or bzip2"
         )),
     }
 }

@@ -1,5 +1,6 @@
 //! Exports of images: as a tar archive, an OCI layout, or a self-contained EROFS image.
 
+use super::holes::{self, PartsOnly};
 use crate::digest::Digest;
 use crate::error::{At, Error, OUTPUT, Result};
 use crate::format::acl::{self, Acl};
@@ -9,7 +10,7 @@ use crate::format::tar::{self, Acls, Entry, EntryKind};
 use crate::progress::Progress;
 use crate::random_id::random_id;
 use crate::store::{Record, Store};
-use crate::tree::{Data, Id, Kind, Tree, show};
+use crate::tree::{Data, Id, Kind, Meta, Tree, show};
 use pagefold_os::read_once::ReadOnce;
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -53,74 +54,114 @@ pub fn to_file(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Resu
     finished
 }
 
-/// Writes `tree` as one tar archive: the same image always as the same bytes.
+/// Writes `tree` as one tar archive: the same image always as the same bytes, if the store's file system has holes. Large files
+/// with holes are sparse members.
 ///
 /// # Errors
 /// A damaged object (the archive is then incomplete), the system's.
 pub fn tar(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress) -> Result<()> {
-    let names = tree.reachable().1;
-    let mut first: HashMap<Id, Vec<u8>> = HashMap::new();
+    archive(store, tree, out, true, progress)
+}
+
+/// The same; members are `sparse` only where the reader is known to be an archiver.
+fn archive(store: &Store, tree: &Tree, out: &mut impl Write, sparse: bool, progress: &Progress) -> Result<()> {
+    let mut export = Export { store, tree, names: tree.reachable().1, first: HashMap::new(), out, sparse, progress };
     let mut result = Ok(());
     // Name by name: all paths of a deep tree together are larger than its content.
     tree.walk(|path, id| {
         if result.is_ok() {
-            result = tar_entry(store, tree, (path, id), names[id as usize], &mut first, out, progress);
+            result = export.entry(path, id);
         }
     });
     result?;
     out.write_all(&[0; 1024]).and_then(|()| out.flush()).at_output(OUTPUT)
 }
 
-/// Writes the entry of one of the `names` of an inode; `first` holds the path by which a file with several names was written.
-fn tar_entry(
-    store: &Store,
-    tree: &Tree,
-    (path, id): (&[u8], Id),
-    names: u32,
-    first: &mut HashMap<Id, Vec<u8>>,
-    out: &mut impl Write,
-    progress: &Progress,
-) -> Result<()> {
-    let inode = tree.inode(id);
-    let is_dir = matches!(inode.kind, Kind::Dir(_));
-    let kind = match &inode.kind {
-        Kind::Dir(_) => EntryKind::Dir,
-        _ if first.contains_key(&id) => EntryKind::HardLink(first[&id].clone()),
-        Kind::File(data) => EntryKind::File(data.size()),
-        Kind::Symlink(target) => EntryKind::Symlink(target.to_vec()),
-        Kind::Char(major, minor) => EntryKind::Char(*major, *minor),
-        Kind::Block(major, minor) => EntryKind::Block(*major, *minor),
-        Kind::Fifo => EntryKind::Fifo,
-        // tar has no sockets; programs make their own when they start.
-        Kind::Socket => return Ok(()),
-    };
-    if !is_dir && names > 1 {
-        first.entry(id).or_insert_with(|| path.to_vec());
+/// An archive being written.
+struct Export<'a, W> {
+    store: &'a Store,
+    tree: &'a Tree,
+    /// How many names each inode has.
+    names: Vec<u32>,
+    /// The path by which a file with several names was written.
+    first: HashMap<Id, Vec<u8>>,
+    out: &'a mut W,
+    sparse: bool,
+    progress: &'a Progress,
+}
+
+impl<W: Write> Export<'_, W> {
+    /// Writes the entry of one of the names of inode `id`.
+    fn entry(&mut self, path: &[u8], id: Id) -> Result<()> {
+        let inode = self.tree.inode(id);
+        let is_dir = matches!(inode.kind, Kind::Dir(_));
+        let kind = match &inode.kind {
+            Kind::Dir(_) => EntryKind::Dir,
+            _ if self.first.contains_key(&id) => EntryKind::HardLink(self.first[&id].clone()),
+            Kind::File(data) => EntryKind::File(data.size()),
+            Kind::Symlink(target) => EntryKind::Symlink(target.to_vec()),
+            Kind::Char(major, minor) => EntryKind::Char(*major, *minor),
+            Kind::Block(major, minor) => EntryKind::Block(*major, *minor),
+            Kind::Fifo => EntryKind::Fifo,
+            // tar has no sockets; programs make their own when they start.
+            Kind::Socket => return Ok(()),
+        };
+        if !is_dir && self.names[id as usize] > 1 {
+            self.first.entry(id).or_insert_with(|| path.to_vec());
+        }
+        let path = match (path.is_empty(), is_dir) {
+            (true, _) => b"./".to_vec(),
+            (false, true) => [path, b"/"].concat(),
+            (false, false) => path.to_vec(),
+        };
+        let Meta { mode, uid, gid, mtime_s, mtime_ns, ref xattrs } = inode.meta;
+        let xattrs = if matches!(kind, EntryKind::HardLink(_)) { Default::default() } else { xattrs.clone() };
+        let list = |name: &[u8]| xattrs.get(name).and_then(|value| Acl::from_attribute(value));
+        let acls = Acls { access: list(acl::ACCESS), default: list(acl::DEFAULT) };
+        let (has_foreign_acl, is_sparse) = (false, false);
+        let entry = Entry { path, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, acls, has_foreign_acl, is_sparse };
+        match &inode.kind {
+            Kind::File(data) if matches!(entry.kind, EntryKind::File(_)) => self.file(&entry, data),
+            _ => self.headers(|bytes| tar::write_header(bytes, &entry)),
+        }
     }
-    let shown = match (path.is_empty(), is_dir) {
-        (true, _) => b"./".to_vec(),
-        (false, true) => [path, b"/"].concat(),
-        (false, false) => path.to_vec(),
-    };
-    let meta = &inode.meta;
-    let data = matches!(kind, EntryKind::File(_));
-    let xattrs = if matches!(kind, EntryKind::HardLink(_)) { Default::default() } else { meta.xattrs.clone() };
-    let (mode, uid, gid) = (meta.mode, meta.uid, meta.gid);
-    let (mtime_s, mtime_ns) = (meta.mtime_s, meta.mtime_ns);
-    let list = |name: &[u8]| xattrs.get(name).and_then(|value| Acl::from_attribute(value));
-    let acls = Acls { access: list(acl::ACCESS), default: list(acl::DEFAULT) };
-    let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, acls, has_foreign_acl: false };
-    let mut bytes = Vec::new();
-    tar::write_header(&mut bytes, &entry);
-    out.write_all(&bytes).at_output(OUTPUT)?;
-    if let (true, Kind::File(content)) = (data, &inode.kind) {
-        copy_data(store, content, out)?;
-        progress.add(content.size(), true);
-        bytes.clear();
-        tar::pad(&mut bytes, content.size());
-        out.write_all(&bytes).at_output(OUTPUT)?;
+
+    /// Writes a file: its headers, and its bytes or the parts that are not zeros.
+    fn file(&mut self, entry: &Entry, data: &Data) -> Result<()> {
+        let stored = match self.parts(data)? {
+            None => {
+                self.headers(|bytes| tar::write_header(bytes, entry))?;
+                copy_data(self.store, data, self.out)?;
+                data.size()
+            }
+            Some(mut parts) => {
+                self.headers(|bytes| tar::write_sparse_header(bytes, entry, &parts))?;
+                let stored = parts.iter().map(|(_, length)| length).sum();
+                parts.reverse();
+                copy_data(self.store, data, &mut PartsOnly { out: self.out, parts, at: 0 })?;
+                stored
+            }
+        };
+        self.progress.add(data.size(), true);
+        self.headers(|bytes| tar::pad(bytes, stored))
     }
-    Ok(())
+
+    /// The parts of a file to write if it is a sparse member.
+    fn parts(&self, data: &Data) -> Result<Option<Vec<tar::Part>>> {
+        let Data::Object(digest, _) = data else { return Ok(None) };
+        if !self.sparse {
+            return Ok(None);
+        }
+        let path = self.store.object_path(digest);
+        holes::parts(&File::open(&path).at(&path)?).at(&path)
+    }
+
+    /// Writes what `make` makes.
+    fn headers(&mut self, make: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
+        let mut bytes = Vec::new();
+        make(&mut bytes);
+        self.out.write_all(&bytes).at_output(OUTPUT)
+    }
 }
 
 /// Copies a file's bytes to `out`; their number and digest must be right.
@@ -268,7 +309,7 @@ fn layout(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Pr
     let staged = blobs.join(".layer");
     let (layer, layer_size) = {
         let mut file = io::BufWriter::new(File::create_new(&staged).at_output(&staged)?);
-        tar(store, tree, &mut file, progress).map_err(|error| error.of_output(&staged))?;
+        archive(store, tree, &mut file, false, progress).map_err(|error| error.of_output(&staged))?;
         // Some file systems report only now that they are full.
         file.get_ref().sync_all().at_output(&staged)?;
         drop(file);

@@ -4,6 +4,7 @@ mod disk_usage;
 pub mod export;
 mod frames;
 pub mod gc;
+mod holes;
 pub mod scan;
 pub mod stat;
 pub mod verify;

@@ -51,7 +51,7 @@ pub use lease::Lease;
 pub use names::{DamagedImage, Record, Records, check_name};
 pub(crate) use objects::is_marked;
 pub use staging::BuildStats;
-pub(crate) use staging::Staging;
+pub(crate) use staging::{HOLE_BYTES, Staging};
 pub(crate) use stat_cache::{FileState, StatCache, StatEntry};
 pub use trees::decode_objects;
 pub(crate) use trees::{FARM_SUFFIX, ROOT_DIRECTORY, USER_DIRECTORY};

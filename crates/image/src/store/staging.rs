@@ -30,7 +30,7 @@ const BATCH_BYTES: u64 = 1 << 30;
 const BATCH_OBJECTS: usize = 16_384;
 
 /// Size of the pieces that become holes if they are all zeros, bytes.
-const HOLE_BYTES: usize = 1 << 16;
+pub(crate) const HOLE_BYTES: usize = 1 << 16;
 
 /// Objects claimed and looked for per hold of the domain lock: milliseconds.
 const CLAIM_BATCH: usize = if cfg!(pagefold_stress) { 2 } else { 1024 };
@@ -246,15 +246,7 @@ impl<'a> Staging<'a> {
         tick: &mut impl FnMut(u64),
         buffer: &mut [u8],
     ) -> Result<Data> {
-        let mut filled = 0;
-        while filled < buffer.len() {
-            match reader.read(&mut buffer[filled..]) {
-                Ok(0) => break,
-                Ok(count) => filled += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error).at(what),
-            }
-        }
+        let mut filled = fill(reader, buffer).at(what)?;
         tick(filled as u64);
         if filled < buffer.len() {
             return self.put_bytes(&buffer[..filled]);
@@ -266,12 +258,7 @@ impl<'a> Staging<'a> {
             hasher.update(&buffer[..filled]);
             write_data(&mut file, &buffer[..filled]).at(&path)?;
             size += filled as u64;
-            filled = loop {
-                match reader.read(buffer) {
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    other => break other.at(what)?,
-                }
-            };
+            filled = fill(reader, buffer).at(what)?;
             tick(filled as u64);
         }
         // A hole at the end has not lengthened the file yet.
@@ -349,6 +336,20 @@ impl Drop for Staging<'_> {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.dir);
     }
+}
+
+/// Reads until `buffer` is full, or to the end: holes are where the file's pieces are zeros, however the reader hands it out.
+fn fill(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match reader.read(&mut buffer[filled..]) {
+            Ok(0) => break,
+            Ok(count) => filled += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
 }
 
 /// Writes `bytes` at the file's position, except pieces of zeros, which become holes.

@@ -15,4 +15,5 @@ mod damage;
 mod fixture;
 mod format;
 mod killed_builders;
+mod sparse;
 mod stores;

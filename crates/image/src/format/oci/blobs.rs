@@ -160,6 +160,9 @@ pub(super) fn each_member(
         first = false;
         let path = entry.path.strip_prefix(b"./").unwrap_or(&entry.path).to_vec();
         let offset = reader.get_ref().at;
+        if entry.is_sparse {
+            return Err(input!("tar: {}: a sparse file in an image's archive; pack it without --sparse", show(&path)));
+        }
         let member = match entry.kind {
             EntryKind::File(size) if size > end.saturating_sub(offset) => {
                 return Err(input!("tar: cut off in {}", show(&path)));

@@ -9,7 +9,7 @@ pub(super) const BLOCK: usize = 512;
 /// What an entry is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EntryKind {
-    /// A regular file of that many bytes, which [`Reader`] now gives.
+    /// A regular file of that many bytes, which [`Reader`](super::Reader) now gives.
     File(u64),
     /// Another name of the file at this path.
     HardLink(Vec<u8>),
@@ -48,6 +48,8 @@ pub struct Entry {
     pub acls: Acls,
     /// Whether there is a list of another system (NFSv4, Solaris, macOS), which Linux does not have.
     pub has_foreign_acl: bool,
+    /// Whether the archive has only parts of the file; [`Reader`](super::Reader) gives zeros between them.
+    pub is_sparse: bool,
 }
 
 /// The access control lists of an entry.

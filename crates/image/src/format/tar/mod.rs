@@ -1,20 +1,22 @@
-//! A strict tar reader: ustar, PAX and GNU long names, and nothing it does not understand.
+//! A strict tar reader: ustar, PAX, GNU long names and sparse files, and nothing it does not understand.
 //!
 //! Readers that differ about where an entry ends let one archive be two archives.
 //! This one refuses what is ambiguous instead of choosing: two sizes that differ,
 //! data in an entry that can have none, a length that is not a number, an unknown
-//! type, a sparse file, a wrong header checksum, an end in the middle.
+//! type, a sparse file's parts that overlap, a wrong header checksum, an end in the middle.
 //! It never writes anything; it returns entries and their bytes.
 
 mod entry;
 mod fields;
 mod pax;
 mod reader;
+mod sparse;
 mod write;
 
 pub use entry::{Acls, Entry, EntryKind};
 pub use reader::Reader;
-pub(crate) use write::{pad, write_header};
+pub(crate) use sparse::Part;
+pub(crate) use write::{pad, write_header, write_sparse_header};
 
 #[cfg(test)]
 mod tests {
@@ -35,6 +37,7 @@ mod tests {
             mtime_ns: 12,
             acls: Acls::default(),
             has_foreign_acl: false,
+            is_sparse: false,
             xattrs: Xattrs::new(),
         }
     }

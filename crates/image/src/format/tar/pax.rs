@@ -1,6 +1,7 @@
 //! PAX headers: records of `length key=value`, and what they say about the entry after them.
 
 use super::entry::Acls;
+use super::sparse::SparseRecords;
 use crate::error::{Result, input};
 use crate::format::acl::Acl;
 use crate::tree::{Xattrs, show, show_start};
@@ -19,6 +20,7 @@ pub(super) struct Pax {
     pub(super) gname: Option<Vec<u8>>,
     pub(super) acls: Acls,
     pub(super) has_foreign_acl: bool,
+    pub(super) sparse: SparseRecords,
 }
 
 /// Reads PAX records, `length key=value\n`, into `pax`.
@@ -36,7 +38,7 @@ pub(super) fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
         records = &records[length..];
         let equals = record.iter().position(|&byte| byte == b'=').ok_or_else(bad)?;
         let (key, value) = (&record[..equals], &record[equals + 1..]);
-        if !seen.insert(key.to_vec()) {
+        if !seen.insert(key.to_vec()) && !SparseRecords::is_repeated(key) {
             return Err(input!("tar: {} is twice in one PAX header", show(key)));
         }
         let whole = || decimal(value).ok_or_else(|| input!("tar: PAX {} {:?} is no number", show(key), show(value)));
@@ -64,15 +66,14 @@ pub(super) fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
             b"hdrcharset" if value != b"BINARY" && value != b"ISO-IR 10646 2000 UTF-8" => {
                 return Err(input!("tar: character set {}", show(value)));
             }
-            _ if key.starts_with(b"GNU.sparse.") => {
-                return Err(input!("tar: a GNU sparse file; pack it with tar --hole-detection off"));
-            }
             b"SCHILY.acl.access" => pax.acls.access = acl(key, value)?,
             b"SCHILY.acl.default" => pax.acls.default = acl(key, value)?,
             b"SCHILY.acl.ace" => pax.has_foreign_acl = !value.is_empty(),
             b"RHT.security.selinux" if !value.is_empty() => selinux = Some([value, b"\0"].concat()),
             _ => {
-                if let Some(name) = key.strip_prefix(b"LIBARCHIVE.xattr.") {
+                if let Some(key) = key.strip_prefix(b"GNU.sparse.") {
+                    pax.sparse.record(key, value)?;
+                } else if let Some(name) = key.strip_prefix(b"LIBARCHIVE.xattr.") {
                     let read = (percent_decoded(name), base64_decoded(value));
                     let (Some(name), Some(value)) = read else {
                         return Err(input!("tar: {} is not a percent-encoded name with a value in base64", show(key)));

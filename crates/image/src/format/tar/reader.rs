@@ -3,6 +3,7 @@
 use super::entry::{Acls, BLOCK, Entry, EntryKind};
 use super::fields::{check_sum, mtime, number, text};
 use super::pax::{Pax, parse_pax};
+use super::sparse::{Map, Part, SparseRecords, block_parts, check_parts, header_parts, map_before_data};
 use crate::config::{Limits, Used};
 use crate::error::{Result, input};
 use crate::format::acl::Names;
@@ -30,11 +31,20 @@ pub struct Reader<R> {
     content: u64,
     left: u64,
     padding: u64,
+    sparse: Option<Sparse>,
     global: Pax,
     done: bool,
     marked: bool,
     may_be_empty: bool,
     owners: Names,
+}
+
+/// How far a sparse file has been read.
+struct Sparse {
+    /// The parts that are not read to their end, the next one last.
+    parts: Vec<Part>,
+    at: u64,
+    size: u64,
 }
 
 impl<R: Read> Reader<R> {
@@ -51,6 +61,7 @@ impl<R: Read> Reader<R> {
             content: 0,
             left: 0,
             padding: 0,
+            sparse: None,
             global,
             done: false,
             marked: false,
@@ -207,6 +218,7 @@ impl<R: Read> Reader<R> {
 
     /// Reads to the end of the entry last returned.
     fn skip_rest(&mut self) -> Result<()> {
+        self.sparse = None;
         let mut skip = [0u8; 1 << 14];
         while self.left > 0 {
             let count = self.left.min(skip.len() as u64) as usize;
@@ -253,7 +265,7 @@ impl<R: Read> Reader<R> {
     fn global_header(&mut self, records: &[u8]) -> Result<()> {
         let mut pax = std::mem::take(&mut self.global);
         parse_pax(records, &mut pax)?;
-        if pax.path.is_some() || pax.linkpath.is_some() || pax.size.is_some() {
+        if pax.path.is_some() || pax.linkpath.is_some() || pax.size.is_some() || !pax.sparse.is_empty() {
             return Err(input!("tar: a global header that names one file"));
         }
         // Every entry would have a copy of the attributes.
@@ -274,7 +286,7 @@ impl<R: Read> Reader<R> {
         if (extended.path.is_some() && pax.path.is_some()) || (extended.link.is_some() && pax.linkpath.is_some()) {
             return Err(input!("tar: {} has a GNU and a PAX name", show(&path)));
         }
-        let path = pax.path.take().or(extended.path).unwrap_or(path);
+        let path = pax.sparse.name.take().or(pax.path.take()).or(extended.path).unwrap_or(path);
         let link = pax.linkpath.take().or(extended.link).unwrap_or_else(|| text(&header[157..257]).to_vec());
         // POSIX: the extended size replaces the header's. Other readers differ about a header with another size, neither the
         // same nor 0: it is refused.
@@ -285,8 +297,13 @@ impl<R: Read> Reader<R> {
             Some(size) => size,
             None => header_size,
         };
+        let sparse = self.sparse(header, kind, &path, std::mem::take(&mut pax.sparse), size)?;
+        let stored = sparse.as_ref().map_or(size, |(_, stored)| *stored);
+        let size = sparse.as_ref().map_or(size, |(sparse, _)| sparse.size);
         let kind = entry_kind(header, kind, &path, link, size)?;
-        self.count_content(&path, &kind)?;
+        self.count_content(&path, &kind, stored)?;
+        let is_sparse = sparse.is_some();
+        self.sparse = sparse.map(|(sparse, _)| sparse);
         let id = |value: Option<u64>, field: &[u8], what| {
             let value = value.map_or_else(|| number(field, what), Ok)?;
             // The last one means "no owner" to the kernel.
@@ -309,6 +326,7 @@ impl<R: Read> Reader<R> {
             xattrs: pax.xattrs,
             acls: pax.acls,
             has_foreign_acl: pax.has_foreign_acl,
+            is_sparse,
             kind,
             path,
         })
@@ -333,16 +351,57 @@ impl<R: Read> Reader<R> {
         self.names += bytes as u64;
     }
 
-    /// Counts a file's content against the limit; the reader then returns it.
-    fn count_content(&mut self, path: &[u8], kind: &EntryKind) -> Result<()> {
+    /// The parts of the entry at `path`, if it is a sparse file, of which the archive has `size` bytes; reads the map, where it is
+    /// not in the headers. Returns how many bytes are left.
+    fn sparse(
+        &mut self,
+        header: &[u8; BLOCK],
+        kind: u8,
+        path: &[u8],
+        records: SparseRecords,
+        mut stored: u64,
+    ) -> Result<Option<(Sparse, u64)>> {
+        let map = records.map(path)?;
+        let (size, mut parts) = match (kind, map) {
+            (b'S', None) => {
+                let mut parts = Vec::new();
+                let (size, mut more) = header_parts(header, &mut parts)?;
+                while more {
+                    let mut block = [0; BLOCK];
+                    self.fill(&mut block, "the map of a sparse file")?;
+                    more = block_parts(&block, &mut parts)?;
+                }
+                (size, parts)
+            }
+            (_, None) => return Ok(None),
+            (b'0' | 0 | b'7', Some(Map::Known(size, parts))) => (size, parts),
+            (b'0' | 0 | b'7', Some(Map::BeforeData(size))) => {
+                let parts = map_before_data(|| {
+                    let left = stored.checked_sub(BLOCK as u64);
+                    stored = left.ok_or_else(|| input!("tar: {}: the map is longer than its entry", show(path)))?;
+                    let mut block = [0; BLOCK];
+                    self.fill(&mut block, "the map of a sparse file")?;
+                    Ok(block)
+                })?;
+                (size, parts)
+            }
+            (_, Some(_)) => return Err(input!("tar: {}: a sparse file that is no plain file", show(path))),
+        };
+        check_parts(path, &mut parts, size, stored)?;
+        parts.reverse();
+        Ok(Some((Sparse { parts, at: 0, size }, stored)))
+    }
+
+    /// Counts a file's content against the limit; the reader then returns it, of which `stored` bytes are in the archive.
+    fn count_content(&mut self, path: &[u8], kind: &EntryKind, stored: u64) -> Result<()> {
         let &EntryKind::File(size) = kind else { return Ok(()) };
         let left = self.limits.bytes - self.content;
         if size > left {
             return Err(input!("tar: {}: {size} bytes of content, the limit leaves room for {left}", show(path)));
         }
         self.content += size;
-        self.left = size;
-        self.padding = (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64;
+        self.left = stored;
+        self.padding = (BLOCK as u64 - stored % BLOCK as u64) % BLOCK as u64;
         Ok(())
     }
 
@@ -387,16 +446,13 @@ fn entry_kind(header: &[u8; BLOCK], kind: u8, path: &[u8], link: Vec<u8>, size: 
         // Before ustar, a slash at the end of the name marked a directory, and some programs still write archives this way.
         // GNU tar and bsdtar read them as directories in every format.
         b'0' | 0 | b'7' if path.last() == Some(&b'/') => EntryKind::Dir,
-        b'0' | 0 | b'7' => EntryKind::File(size),
+        b'0' | 0 | b'7' | b'S' => EntryKind::File(size),
         b'1' => EntryKind::HardLink(link),
         b'2' => EntryKind::Symlink(link),
         b'3' => EntryKind::Char(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
         b'4' => EntryKind::Block(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
         b'5' => EntryKind::Dir,
         b'6' => EntryKind::Fifo,
-        b'S' => {
-            return Err(input!("tar: {}: a GNU sparse file; pack it with tar --hole-detection off", show(path)));
-        }
         other => return Err(input!("tar: {}: entry type {:?} is not known", show(path), other as char)),
     };
     if size != 0 && !matches!(kind, EntryKind::File(_)) {
@@ -408,12 +464,41 @@ fn entry_kind(header: &[u8; BLOCK], kind: u8, path: &[u8], link: Vec<u8>, size: 
 /// Reads the bytes of the entry last returned.
 impl<R: Read> Read for Reader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let want = self.left.min(buffer.len() as u64) as usize;
-        let count = self.inner.read(&mut buffer[..want])?;
+        let room = buffer.len() as u64;
+        let want = match &self.sparse {
+            None => self.left.min(room),
+            Some(sparse) => match sparse.parts.last() {
+                Some(&(place, length)) if place == sparse.at => length.min(room),
+                next => {
+                    let hole = next.map_or(sparse.size, |(place, _)| *place) - sparse.at;
+                    let zeros = hole.min(room) as usize;
+                    buffer[..zeros].fill(0);
+                    self.advance(zeros as u64);
+                    return Ok(zeros);
+                }
+            },
+        };
+        let count = self.inner.read(&mut buffer[..want as usize])?;
         if count == 0 && want > 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the archive is cut off"));
         }
         self.left -= count as u64;
+        self.advance(count as u64);
         Ok(count)
+    }
+}
+
+impl<R> Reader<R> {
+    /// Moves on in a sparse file.
+    fn advance(&mut self, count: u64) {
+        let Some(sparse) = &mut self.sparse else { return };
+        if let Some((place, length)) = sparse.parts.last_mut().filter(|(place, _)| *place == sparse.at) {
+            *place += count;
+            *length -= count;
+            if *length == 0 {
+                sparse.parts.pop();
+            }
+        }
+        sparse.at += count;
     }
 }

@@ -2,9 +2,24 @@
 
 use super::entry::{BLOCK, Entry, EntryKind};
 use super::pax::encode_keyword;
+use super::sparse::{Part, write_map};
 
 /// Writes one entry's headers, PAX where ustar's fields are too small; the caller appends the data and [`pad`]s it.
 pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
+    write(out, entry, None);
+}
+
+/// Writes the headers and the map of a sparse file of which the archive has `parts`, in the form 1.0 of GNU tar; the caller
+/// appends them, without what is between, and [`pad`]s them.
+pub(crate) fn write_sparse_header(out: &mut Vec<u8>, entry: &Entry, parts: &[Part]) {
+    let map = write_map(parts);
+    let stored = map.len() as u64 + parts.iter().map(|(_, length)| length).sum::<u64>();
+    write(out, entry, Some(stored));
+    out.extend(map);
+}
+
+/// Writes the headers; of a sparse file the archive has the `sparse` bytes that follow.
+fn write(out: &mut Vec<u8>, entry: &Entry, sparse: Option<u64>) {
     let mut records = Vec::new();
     let mut record = |key: &[u8], value: &[u8]| {
         let rest = key.len() + value.len() + 3;
@@ -28,14 +43,25 @@ pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
         EntryKind::Dir => (b'5', 0, b"", (0, 0)),
         EntryKind::Fifo => (b'6', 0, b"", (0, 0)),
     };
-    if entry.path.len() > 100 {
-        record(b"path", &entry.path);
+    let (mut path, mut stored) = (entry.path.clone(), size);
+    if let Some(bytes) = sparse {
+        for (key, value) in [("major", "1"), ("minor", "0"), ("realsize", &size.to_string())] {
+            record(&[b"GNU.sparse.", key.as_bytes()].concat(), value.as_bytes());
+        }
+        record(b"GNU.sparse.name", &entry.path);
+        // What readers that know no sparse files find: a directory beside the file.
+        let name = path.iter().rposition(|&byte| byte == b'/').map_or(0, |slash| slash + 1);
+        path.splice(name..name, *b"GNUSparseFile.0/");
+        stored = bytes;
+    }
+    if path.len() > 100 {
+        record(b"path", &path);
     }
     if link.len() > 100 {
         record(b"linkpath", link);
     }
-    if size > 0o77_777_777_777 {
-        record(b"size", size.to_string().as_bytes());
+    if stored > 0o77_777_777_777 {
+        record(b"size", stored.to_string().as_bytes());
     }
     if entry.uid > 0o7_777_777 {
         record(b"uid", entry.uid.to_string().as_bytes());
@@ -65,7 +91,7 @@ pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
         out.extend(&records);
         pad(out, records.len() as u64);
     }
-    out.extend(header_block(entry, &entry.path, kind, size, link, device));
+    out.extend(header_block(entry, &path, kind, stored, link, device));
 }
 
 /// One header block, with the mode, owner and time of `entry`.
