@@ -33,6 +33,13 @@ fn start(program: &Path, threads: u32) -> Server {
     Server::start_as(&threads.to_string(), Command::new("env"), program)
 }
 
+/// As [`start`]; its area can be executed.
+fn start_executable(program: &Path, threads: u32) -> Server {
+    let mut command = Command::new("env");
+    command.arg("EXECUTABLE=1");
+    Server::start_as(&threads.to_string(), command, program)
+}
+
 fn attach(daemon: &Daemon, server: &Server) {
     // On a busy machine no thread may be borrowed in time: the program goes on, and may be asked for again.
     let mut said = String::new();
@@ -91,12 +98,22 @@ fn work(server: &mut Server, random: &mut Random) {
 #[test]
 fn attached_programs_share_pages_and_keep_every_byte() {
     let Some(program) = program() else { return };
+    share_and_keep([0, 3].map(|threads| start(program, threads)).into());
+}
+
+/// One program may execute its area, the other not: they share the same slots, each with its own rights.
+#[test]
+fn attached_programs_share_memory_that_can_be_executed() {
+    let Some(program) = program() else { return };
+    share_and_keep(vec![start_executable(program, 0), start_executable(program, 3), start(program, 1)]);
+}
+
+fn share_and_keep(mut servers: Vec<Server>) {
     let daemon = Daemon::start(&["--no-keeper"]);
     let mut random = Random::by_clock();
-    let mut servers: Vec<Server> = [0, 3].map(|threads| start(program, threads)).into();
     let shapes: Vec<_> = servers.iter().map(|server| shape(server.pid())).collect();
     servers.iter().for_each(|server| attach(&daemon, server));
-    wait_for("both to share their area", 120, || {
+    wait_for("all to share their area", 120, || {
         servers.iter().all(|server| shared_pages(&daemon, server.pid()) >= PAGES * 9 / 10)
     });
     daemon.verify();

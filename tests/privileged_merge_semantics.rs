@@ -11,11 +11,21 @@ fn scenario(name: &str, options: &[&str]) {
     scenario_under(&[], name, options);
 }
 
+/// A scenario whose memory can be executed.
+fn executable_scenario(name: &str, options: &[&str]) {
+    scenario_with(&[("EXECUTABLE", "1")], &[], name, options);
+}
+
 fn scenario_under(daemon_options: &[&str], name: &str, options: &[&str]) {
+    scenario_with(&[], daemon_options, name, options);
+}
+
+fn scenario_with(variables: &[(&str, &str)], daemon_options: &[&str], name: &str, options: &[&str]) {
     let needed: Vec<String> = pagefold_agent::seccomp_filter::needed().map(|number| number.to_string()).collect();
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(daemon_options);
     let mut command = daemon.run(options);
+    command.envs(variables.iter().copied());
     command.env("NEEDED", needed.join(",")).env("DAEMON", daemon.pid().to_string()).arg(program).arg(name);
     let (status, out, err) = finish(&mut command, 400);
     if status.code() == Some(77) {
@@ -38,12 +48,30 @@ fn asked(daemon: &Daemon, program: &std::path::Path, name: &str) -> (Reaped, Str
 }
 
 macro_rules! scenarios {
-    ($($test:ident: $name:literal $($option:literal)*;)*) => {
-        $(#[test] fn $test() { scenario($name, &[$($option),*]); })*
+    ($scenario:ident: $($test:ident: $name:literal $($option:literal)*;)*) => {
+        $(#[test] fn $test() { $scenario($name, &[$($option),*]); })*
     };
 }
 
 scenarios! {
+    executable_scenario:
+    writers_of_code_lose_no_write: "writers";
+    writers_of_code_lose_no_write_to_unmergeable: "unmergeable-writers";
+    children_read_right_code_whenever_they_are_forked: "forks";
+    code_that_is_discarded_reads_zero: "dontneed";
+    code_that_is_discarded_by_a_raw_instruction_reads_zero: "dontneed-raw";
+    discards_of_code_race_with_merging: "dontneed-racing";
+    code_grows_moves_shrinks: "remap";
+    unshared_code_moves: "remap-healed";
+    mprotect_of_code_is_obeyed: "protect";
+    attributes_of_code_are_kept: "flags";
+    guards_in_code_hold: "guards";
+    huge_pages_of_code_are_split_where_it_pays: "huge";
+    all_memory_that_can_be_executed: "all" "--manage=all";
+}
+
+scenarios! {
+    scenario:
     writers_lose_no_write: "writers";
     writers_lose_no_write_to_unmergeable: "unmergeable-writers";
     writers_lose_no_write_to_locks: "lock-writers";
@@ -92,6 +120,8 @@ scenarios! {
     no_write_is_lost_during_probes_by_userfaultfd: "probes";
     runs_of_equal_pages_cross_mapping_borders: "straddle";
     rights_that_change_by_raw_calls: "rights-raw";
+    code_is_executed_and_changed_while_it_is_merged: "execute";
+    code_is_merged_under_all: "execute" "--manage=all";
     attributes_are_kept: "flags";
     attributes_are_kept_by_raw_discards: "flags-raw";
     more_marks_than_the_agent_records_are_obeyed: "marks";

@@ -274,7 +274,9 @@ int main(int argc, char **argv)
 	pthread_t other[16];
 	char line[64], what[32];
 	unsigned long count;
-	area = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	/* As the heaps of some runtimes. */
+	int execute = getenv("EXECUTABLE") ? PROT_EXEC : 0;
+	area = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE | execute, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	seed += getpid();
 	for (unsigned long i = 0; i < PAGES; i++)
 		fill(area + i * PAGE, i, 0);

@@ -21,6 +21,8 @@ pub(crate) enum Owned {
     FaultInStack,
     /// Where frozen pages wait.
     Staging,
+    /// Where frozen pages wait that can be executed.
+    ExecutableStaging,
     /// Where a huge page waits that is frozen whole.
     HugeStaging,
     /// Where pages wait that are being evicted.
@@ -42,7 +44,7 @@ pub(crate) enum Owned {
     Image,
 }
 
-const COUNT: usize = 12;
+const COUNT: usize = 13;
 
 /// Bits of a word that count the pages of a range; the number of its first page is above them.
 const PAGES_BITS: u32 = 24;
@@ -78,17 +80,17 @@ pub(crate) fn is_in_nursery(addr: u64) -> bool {
     (nursery.start..nursery.end).contains(&addr)
 }
 
-/// Takes the pages out of `range` of a staging area, into which `mover` moves pages: a move takes what is there for its own.
+/// Takes the pages out of `range` of a staging area with `rights`, into which `mover` moves pages: a move takes what is there for its own.
 ///
 /// The kernel discards nothing that is locked, and a call of the program's may have locked all memory. Such a range is mapped anew.
-pub(crate) fn empty_staging(range: Range, mover: &Uffd) {
+pub(crate) fn empty_staging(range: Range, rights: i32, mover: &Uffd) {
     // SAFETY: the staging area is the agent's; what is there is void.
     if unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) }.is_ok() {
         return;
     }
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
     // SAFETY: as above.
-    let _ = unsafe { mem::map(range.start, range.len(), libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    let _ = unsafe { mem::map(range.start, range.len(), rights, flags, -1, 0) };
     hide_range(range.start, range.len());
     // Without that no page is moved there.
     let _ = mover.register(range, uffd::MODE_WP);

@@ -21,6 +21,8 @@ pub struct Verdict {
     pub follow: bool,
     /// Its thread may be started (again).
     pub start: bool,
+    /// It may map memory that can be executed, and so merge such memory.
+    pub execute: bool,
 }
 
 /// A system call as a filter sees it.
@@ -55,6 +57,7 @@ const fn open(flags: c_int) -> Call {
 }
 
 const RW: c_int = libc::PROT_READ | libc::PROT_WRITE;
+const RWX: c_int = RW | libc::PROT_EXEC;
 const FIXED: c_int = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
 
 /// What is called as long as an agent is there.
@@ -128,6 +131,10 @@ const START: &[Call] = &[
     call(libc::SYS_prctl, [libc::PR_SET_NAME as u64, P, 0, 0, 0, 0]),
 ];
 
+/// What merging memory that can be executed takes.
+const EXECUTE: &[Call] =
+    &[map(RWX, FIXED), map(RWX, FIXED | libc::MAP_ANONYMOUS), call(libc::SYS_mprotect, [P, L, RWX as u64, 0, 0, 0])];
+
 /// What the agent can do without.
 const FOLLOW: Call = call(libc::SYS_sched_setaffinity, [0, 1024, P, 0, 0, 0]);
 
@@ -157,7 +164,8 @@ pub fn judge(program: &[sock_filter]) -> Verdict {
     };
     let start = START.iter().all(allows);
     let work = WORK.iter().all(allows) && requests().all(|call| allows(&call));
-    Verdict { stay: work && (start || !FORKS.iter().any(allows)), follow: allows(&FOLLOW), start }
+    let execute = EXECUTE.iter().all(allows);
+    Verdict { stay: work && (start || !FORKS.iter().any(allows)), follow: allows(&FOLLOW), start, execute }
 }
 
 /// Numbers of the calls without which the agent does not stay, in no order, some of them several times.
@@ -280,7 +288,7 @@ mod tests {
 
     #[test]
     fn a_filter_that_allows_everything_changes_nothing() {
-        let all = Verdict { stay: true, follow: true, start: true };
+        let all = Verdict { stay: true, follow: true, start: true, execute: true };
         assert_eq!(judge(&[give(ALLOW)]), all);
         assert_eq!(judge(&[give(libc::SECCOMP_RET_LOG)]), all);
         assert_eq!(all_but(&[libc::SYS_reboot, libc::SYS_execve]), all);
@@ -295,15 +303,19 @@ mod tests {
             }
         }
         let listed: Vec<c_long> = needed().collect();
-        assert_eq!(judge(&filter(&listed, ALLOW, KILL)), Verdict { stay: true, follow: false, start: false });
+        assert_eq!(
+            judge(&filter(&listed, ALLOW, KILL)),
+            Verdict { stay: true, follow: false, start: false, execute: true }
+        );
     }
 
     #[test]
     fn a_filter_that_allows_forks_must_allow_an_agent_to_start() {
-        assert_eq!(all_but(&[libc::SYS_sched_setaffinity]), Verdict { stay: true, follow: false, start: true });
+        let without = all_but(&[libc::SYS_sched_setaffinity]);
+        assert_eq!(without, Verdict { stay: true, follow: false, start: true, execute: true });
         assert!(!all_but(&[libc::SYS_close_range]).stay);
         let no_fork: Vec<c_long> = FORKS.iter().map(|call| call.number).collect();
-        assert_eq!(all_but(&no_fork), Verdict { stay: true, follow: true, start: false });
+        assert_eq!(all_but(&no_fork), Verdict { stay: true, follow: true, start: false, execute: true });
     }
 
     #[test]
@@ -321,6 +333,23 @@ mod tests {
         };
         assert!(!refuses(libc::MADV_POPULATE_READ).stay);
         assert!(refuses(libc::MADV_SEQUENTIAL).stay);
+    }
+
+    /// As systemd's `MemoryDenyWriteExecute`: it looks at the rights of a mapping.
+    #[test]
+    fn a_filter_against_code_that_can_be_written_leaves_an_agent_without_such_memory() {
+        for number in [libc::SYS_mmap, libc::SYS_mprotect] {
+            // The low word of the third argument, and in it the bit for execution.
+            let program = [
+                LOAD_NUMBER,
+                jump(0x15, number as u32, 0, 3),
+                sock_filter { code: 0x20, jt: 0, jf: 0, k: 32 },
+                jump(0x45, libc::PROT_EXEC as u32, 0, 1),
+                give(REFUSE),
+                give(ALLOW),
+            ];
+            assert_eq!(judge(&program), Verdict { stay: true, follow: true, start: true, execute: false });
+        }
     }
 
     #[test]

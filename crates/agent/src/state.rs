@@ -30,6 +30,8 @@ pub struct Shared {
     pub thread: Thread,
     /// Manage every large private anonymous mapping.
     pub all: AtomicBool,
+    /// Memory that can be executed is managed, or was.
+    pub executable: AtomicBool,
     /// `malloc` is the C library's, and `free` comes by us: blocks that it mapped for themselves can be managed.
     pub blocks: AtomicBool,
     /// The agent's thread answers discards of merged pages.
@@ -65,6 +67,7 @@ pub static SHARED: Shared = Shared {
     phase: AtomicU32::new(0),
     thread: Thread::new(Owned::Stack),
     all: AtomicBool::new(false),
+    executable: AtomicBool::new(false),
     blocks: AtomicBool::new(false),
     holds: AtomicBool::new(false),
     forked: AtomicBool::new(false),
@@ -133,6 +136,8 @@ pub(crate) static ALL_LOCKED: AtomicBool = AtomicBool::new(false);
 /// What filters of the program's leave the agent (see [`filter`](crate::seccomp_filter)).
 pub(crate) static MAY_START: AtomicBool = AtomicBool::new(true);
 pub(crate) static MAY_FOLLOW: AtomicBool = AtomicBool::new(true);
+/// Changed with the mapping lock held: without it no memory that can be executed is listed.
+pub(crate) static MAY_EXECUTE: AtomicBool = AtomicBool::new(true);
 
 /// The thread that serves the cold tier during a lease.
 pub(crate) static LEASE_THREAD: Thread = Thread::new(Owned::LeaseStack);

@@ -22,12 +22,18 @@ pub struct Map<'a> {
 }
 
 impl Map<'_> {
-    /// True for private anonymous memory that can be read and written, and nothing else.
+    /// True for private anonymous memory that can be read and written, [executable](Self::is_executable) or not.
     pub fn is_plain_anonymous(&self) -> bool {
+        const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
         !self.shared
             && self.inode == 0
-            && self.prot == libc::PROT_READ | libc::PROT_WRITE
+            && self.prot & READ_WRITE == READ_WRITE
             && (self.name.is_empty() || self.name == b"[heap]" || self.name.starts_with(b"[anon:"))
+    }
+
+    /// True if its bytes can be executed.
+    pub fn is_executable(&self) -> bool {
+        self.prot & libc::PROT_EXEC != 0
     }
 }
 
@@ -63,6 +69,7 @@ pub const REQUEST: u32 = 0xc068_6611;
 const COVERING_OR_NEXT: u64 = 0x10;
 const FILE_BACKED: u64 = 0x20;
 const SHARED: u64 = 8;
+const RIGHTS: i32 = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
 
 /// What the request takes and gives.
 #[repr(C)]
@@ -119,12 +126,26 @@ pub fn file_from<'n>(maps: &Fd, addr: u64, name: &'n mut [u8]) -> raw::Result<Op
     let len = (query.name_len as usize).saturating_sub(1).min(name.len());
     Ok(Some(Map {
         range: Range { start: query.start, end: query.end },
-        prot: query.rights as i32 & (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC),
+        prot: query.rights as i32 & RIGHTS,
         shared: query.rights & SHARED != 0,
         offset: query.offset,
         inode: query.inode,
         name: &name[..len],
     }))
+}
+
+/// What may be done at `addr` (`PROT_*` bits), by an open /proc/PID/maps; `None` where nothing is mapped.
+///
+/// # Errors
+/// `ENOTTY` before Linux 6.11.
+pub fn rights_at(maps: &Fd, addr: u64) -> raw::Result<Option<i32>> {
+    let mut query = Query { bytes: size_of::<Query>() as u64, addr, ..Query::default() };
+    // SAFETY: the request carries the size of the structure, and no address for the kernel to write to.
+    match unsafe { syscall!(libc::SYS_ioctl, maps.raw(), REQUEST, core::ptr::from_mut(&mut query)) } {
+        Ok(_) => Ok(Some(query.rights as i32 & RIGHTS)),
+        Err(Errno(libc::ENOENT)) => Ok(None),
+        Err(errno) => Err(errno),
+    }
 }
 
 fn hex(text: &[u8]) -> Option<(u64, &[u8])> {
@@ -194,7 +215,15 @@ mod tests {
         assert_eq!((map.prot, map.shared, map.offset, map.inode), (3, false, 0x1000, 42));
         assert_eq!(map.name, b"/a b/c");
         assert!(!map.is_plain_anonymous());
-        assert!(parse_line(b"00400000-00401000 rw-p 00000000 00:00 0 ").unwrap().is_plain_anonymous());
+        let with = |rights: &str| format!("00400000-00401000 {rights} 00000000 00:00 0 ");
+        for rights in ["rw-p", "rwxp"] {
+            let line = with(rights);
+            let map = parse_line(line.as_bytes()).unwrap();
+            assert!(map.is_plain_anonymous() && map.is_executable() == rights.contains('x'), "{rights}");
+        }
+        for rights in ["r-xp", "r--p", "-wxp", "---p", "rw-s", "rwxs"] {
+            assert!(!parse_line(with(rights).as_bytes()).unwrap().is_plain_anonymous(), "{rights}");
+        }
         assert!(parse_line(b"nonsense").is_none());
         assert!(parse_line(b"2-1 rw-p 0 00:00 0").is_none());
         assert!(parse_line(b"fffffffffffffffff-1 rw-p 0 00:00 0").is_none());
@@ -224,6 +253,8 @@ mod tests {
             }
         }
         assert!(said.len() > 2);
+        assert!(said.iter().all(|map| rights_at(&maps, map.range.end - 1) == Ok(Some(map.prot))));
+        assert_eq!(rights_at(&maps, 0), Ok(None));
         let said: Vec<_> = said.iter().map(|map| (map.range, map.prot, map.shared, map.offset, map.inode)).collect();
         assert_eq!(asked, said);
         let first = file_from(&maps, said[0].0.start, &mut name[..3]).unwrap().unwrap();

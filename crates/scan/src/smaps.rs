@@ -26,7 +26,7 @@ pub enum Reason {
     WipeOnFork,
     /// Huge pages from hugetlbfs.
     HugeTlb,
-    /// Can be executed.
+    /// Can be executed and not written.
     Executable,
     /// The main thread's stack, which grows.
     Stack,
@@ -53,7 +53,7 @@ impl Reason {
             Reason::DontDump => "secret (MADV_DONTDUMP)",
             Reason::WipeOnFork => "secret (MADV_WIPEONFORK)",
             Reason::HugeTlb => "huge TLB pages",
-            Reason::Executable => "executable",
+            Reason::Executable => "executable and read-only",
             Reason::Stack => "main stack",
             Reason::ReadOnly => "read-only or without access",
             Reason::Sealed => "sealed (mseal)",
@@ -147,7 +147,7 @@ impl Area {
             kernel_only(Reason::Locked)
         } else if has("sl") {
             kernel_only(Reason::Sealed)
-        } else if head.prot & libc::PROT_EXEC != 0 {
+        } else if head.prot & libc::PROT_EXEC != 0 && !head.plain {
             kernel_only(Reason::Executable)
         } else if head.stack {
             kernel_only(Reason::Stack)
@@ -244,7 +244,8 @@ mod tests {
             ("10000-12000 rw-p 0 00:0e 7 /anon_hugepage (deleted)", "rd wr de ht", Verdict::Skip(Reason::HugeTlb)),
             ("10000-12000 rw-s 0 00:01 7 /dev/zero (deleted)", "rd wr sh", Verdict::Skip(Reason::SharedMapping)),
             ("10000-12000 r--p 0 00:00 0 [vvar]", "rd mr pf io de dd", Verdict::Skip(Reason::Special)),
-            ("10000-12000 rwxp 0 00:00 0 ", "rd wr ex", kernel_only(Reason::Executable)),
+            ("10000-12000 rwxp 0 00:00 0 ", "rd wr ex", Verdict::Read(Kind::Own, None)),
+            ("10000-12000 r-xp 0 00:00 0 ", "rd ex", kernel_only(Reason::Executable)),
             ("10000-12000 r--p 0 00:00 0 ", "rd mr", kernel_only(Reason::ReadOnly)),
             ("10000-12000 rw-p 0 00:00 0 [stack]", "rd wr gd", kernel_only(Reason::Stack)),
             ("10000-12000 rw-p 0 fe:00 7 /lib/libc.so.6", "rd wr", kernel_only(Reason::FileCopy)),

@@ -4,6 +4,8 @@
 // tried here (one line on stdout).
 #include "common.h"
 
+#include <sys/personality.h>
+
 extern const struct scenario advice_scenarios[],
     all_memory_scenarios[],
     devices_scenarios[],
@@ -58,6 +60,8 @@ int main(int count, char **arguments) {
         core_check(arguments[2]);
         return 0;
     }
+    // All memory that may be read may be executed, as that of some runtimes.
+    if (getenv("EXECUTABLE")) CHECK(personality(READ_IMPLIES_EXEC) >= 0, "personality");
     for (size_t i = 0; i < sizeof topics / sizeof *topics; i++)
         for (const struct scenario *one = topics[i]; one->name; one++)
             if (strcmp(one->name, arguments[1]) == 0) {

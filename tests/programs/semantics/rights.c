@@ -151,10 +151,123 @@ static void rights_raw(void) {
     check(&between, "after its rights changed");
 }
 
+// Code that is executed while it is merged, and changed while it is shared. Each page is a function that returns its number,
+// followed by bytes of a page with that number.
+#if defined(__x86_64__)
+enum { VALUE_AT = 4, CODE_LEN = 9 };
+
+static void fill_code(char *page, uint32_t number) {
+    fill_page(page, number);
+    // nop; nop; nop; mov eax, NUMBER; ret. The number is aligned: a store changes it as a whole.
+    memcpy(page, "\x90\x90\x90\xb8", VALUE_AT);
+    memcpy(page + VALUE_AT, &number, sizeof number);
+    page[CODE_LEN - 1] = '\xc3';
+}
+
+static uint32_t call(const struct region *r, size_t page) {
+    uint32_t (*function)(void);
+    char *at = r->at + page * PAGE;
+    memcpy(&function, &at, sizeof at);
+    return function();
+}
+
+static struct region code;
+static atomic_int calling;
+
+// Every fourth page is changed meanwhile: its function returns the old or the new number.
+static void *call_all(void *seed_of) {
+    uint64_t seed = (uintptr_t)seed_of;
+    while (atomic_load(&calling)) {
+        size_t page = draw(&seed) % code.pages;
+        uint32_t wanted = number_of(&code, page), got = call(&code, page);
+        CHECK(got == wanted || (page % 4 == 0 && got == wanted + 1000000), "page %zu returns %u", page, got);
+    }
+    return NULL;
+}
+
+static void check_code(uint32_t changed, const char *when) {
+    static char expected[PAGE];
+    for (size_t i = 0; i < code.pages; i++) {
+        uint32_t number = number_of(&code, i), shown = number + (i % 4 ? 0 : changed);
+        fill_code(expected, number);
+        memcpy(expected + VALUE_AT, &shown, sizeof shown);
+        CHECK(memcmp(code.at + i * PAGE, expected, PAGE) == 0, "page %zu is wrong %s", i, when);
+        CHECK(call(&code, i) == shown, "page %zu returns %u %s", i, call(&code, i), when);
+    }
+}
+
+// Every mapping of the code has all rights, and none of its neighbours can be executed.
+static void check_rights(const struct region *sides, const char *when) {
+    FILE *maps = fopen("/proc/self/maps", "r");
+    char line[512], mode[8];
+    char *end = code.at + code.pages * PAGE;
+    while (maps && fgets(line, sizeof line, maps)) {
+        char *from, *to;
+        if (sscanf(line, "%p-%p %7s", (void **)&from, (void **)&to, mode) != 3) continue;
+        if (from < end && to > code.at) CHECK(strcmp(mode, "rwxp") == 0, "code is %s %s", mode, when);
+        for (int i = 0; i < 2; i++)
+            if (from < sides[i].at + sides[i].pages * PAGE && to > sides[i].at) CHECK(strcmp(mode, "rw-p") == 0, "data is %s %s", mode, when);
+    }
+    CHECK(maps && fclose(maps) == 0, "the list of mappings");
+}
+
+static void execute(void) {
+    const int rights = PROT_READ | PROT_WRITE | PROT_EXEC;
+    code = (struct region){NULL, 4096, 1024, 1000};
+    size_t len = code.pages * PAGE;
+    // Usual memory on both sides: what is merged must not take over rights of its neighbours.
+    char *room = mmap(NULL, len + 2 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(room != MAP_FAILED, "mmap");
+    code.at = room + MIB;
+    CHECK(mmap(code.at, len, rights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == code.at, "mmap of code");
+    struct region sides[] = {{room, MIB / PAGE, 16, 7000}, {code.at + len, MIB / PAGE, 16, 7000}};
+    for (int i = 0; i < 2; i++)
+        for (size_t page = 0; page < sides[i].pages; page++) fill_page(sides[i].at + page * PAGE, number_of(&sides[i], page));
+    for (size_t i = 0; i < code.pages; i++) fill_code(code.at + i * PAGE, number_of(&code, i));
+    struct region all = {room, (len + 2 * MIB) / PAGE, 1, 0};
+    mark_mergeable(&all);
+    pthread_t threads[3];
+    atomic_store(&calling, 1);
+    for (uintptr_t i = 0; i < 3; i++) CHECK(pthread_create(&threads[i], NULL, call_all, (void *)(i + 1)) == 0, "pthread_create");
+    wait_merged(&code, code.pages / 4 * 3);
+    for (int i = 0; i < 2; i++) wait_merged(&sides[i], sides[i].pages / 2);
+    for (int i = 0; i < 2; i++) check(&sides[i], "beside code");
+    check_code(0, "after merging");
+    check_rights(sides, "when it is merged");
+    for (size_t i = 0; i < code.pages; i += 4) *(volatile uint32_t *)(code.at + i * PAGE + VALUE_AT) += 1000000;
+    check_code(1000000, "after a change");
+    // The agent makes such pages plain memory again, which can be executed as well.
+    nap(3000);
+    check_code(1000000, "later");
+    check_rights(sides, "later");
+    pid_t child = fork();
+    if (child == 0) {
+        atomic_store(&calling, 0);
+        check_code(1000000, "in a child");
+        _exit(0);
+    }
+    CHECK(ended_well(child), "a child");
+    atomic_store(&calling, 0);
+    for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
+    CHECK(madvise(code.at, 256 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(code.at + 3 * PAGE), "a discard");
+    for (size_t i = 0; i < 256; i++) {
+        uint32_t number = number_of(&code, i) + (i % 4 ? 0 : 1000000);
+        fill_code(code.at + i * PAGE, number_of(&code, i));
+        memcpy(code.at + i * PAGE + VALUE_AT, &number, sizeof number);
+    }
+    check_code(1000000, "in the end");
+    CHECK(madvise(code.at, len, MADV_UNMERGEABLE) == 0 && shown_pages(code.at, len) == 0, "MADV_UNMERGEABLE");
+    check_code(1000000, "when it is private again");
+}
+#else
+static void execute(void) { SKIP("its code is of x86-64"); }
+#endif
+
 const struct scenario rights_scenarios[] = {
     {"protect", protect},
     {"keys", keys},
     {"keys-and-advice", keys_and_advice},
     {"rights-raw", rights_raw},
+    {"execute", execute},
     {0},
 };

@@ -114,7 +114,7 @@ enum Kind {
 
 fn kind(map: &maps::Map<'_>) -> Kind {
     let is_nobodys = map.inode == 0 && (map.name.is_empty() || map.name.starts_with(b"[anon:"));
-    if map.is_plain_anonymous() || !map.shared && map.name.starts_with(POOL_NAME) {
+    if map.is_plain_anonymous() && !map.is_executable() || !map.shared && map.name.starts_with(POOL_NAME) {
         Kind::Open
     } else if !map.shared && is_nobodys && map.prot == libc::PROT_NONE {
         Kind::Closed

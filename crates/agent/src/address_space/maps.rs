@@ -92,6 +92,20 @@ impl Maps {
         self.any(visit)
     }
 
+    /// What may be done at `addr` (`PROT_*` bits); `None` where nothing is mapped, or if the file cannot be read.
+    pub(crate) fn rights_at(&self, addr: u64) -> Option<i32> {
+        match maps::rights_at(&self.0, addr) {
+            Err(Errno(libc::ENOTTY)) => {}
+            asked => return asked.ok().flatten(),
+        }
+        let mut rights = None;
+        let visit = |map: &maps::Map<'_>| {
+            rights = (map.range.start..map.range.end).contains(&addr).then_some(map.prot);
+            rights.is_some()
+        };
+        self.any(visit).ok().and(rights)
+    }
+
     /// True if `visit` says so of a mapping; those behind are left out.
     #[inline(never)]
     fn any(&self, mut visit: impl FnMut(&maps::Map<'_>) -> bool) -> Result<bool> {

@@ -11,7 +11,7 @@ use crate::address_space::region_choice::RegionChoice;
 use crate::limits::ALL_MIN;
 use crate::owned_ranges::{self, is_in_nursery};
 use crate::range_attributes::RangeAttributes;
-use crate::state::{COLD_AGENT, SHARED};
+use crate::state::{COLD_AGENT, MAY_EXECUTE, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
@@ -81,6 +81,7 @@ pub(crate) fn list(
         last: RegionEntry::default(),
         least: 0,
         is_merged: false,
+        is_executable: false,
         choice: RegionChoice::first(),
         what,
         from,
@@ -111,6 +112,8 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     least: u64,
     /// Part of it is the pool's.
     is_merged: bool,
+    /// The mapping that is being looked at can be executed.
+    is_executable: bool,
     choice: RegionChoice,
     what: Listed,
     from: u64,
@@ -151,6 +154,13 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         if !map.is_plain_anonymous() || is_in_nursery(map.range.start) {
             return;
         }
+        if map.is_executable() {
+            // Nothing of it is evicted: the cold tier moves pages between mappings that cannot be executed.
+            if self.what == Listed::Anonymous || !MAY_EXECUTE.load(Ordering::Relaxed) {
+                return;
+            }
+        }
+        self.is_executable = map.is_executable();
         if self.all && map.name == b"[heap]" {
             // The top of the heap comes and goes; leave it.
             let end = map.range.end.saturating_sub(HEAP_END).max(map.range.start);
@@ -180,6 +190,9 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
                 && !note.is_excluded()
                 && (note.mergeable || !note.dont_dump && (bare || self.all && (note.seen || note.reserved || arena)))
             {
+                if self.is_executable {
+                    SHARED.executable.store(true, Ordering::Relaxed);
+                }
                 self.add(Range { start: at, end }, least);
             }
             at = end;

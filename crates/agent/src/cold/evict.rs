@@ -20,6 +20,9 @@ use pagefold_protocol::residency_map::{DISCARDED, EVICTED, FROZEN, RESIDENT};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
+/// Rights of the staging area, and so of all memory that is evicted.
+const RIGHTS: i32 = libc::PROT_READ | libc::PROT_WRITE;
+
 /// A chunk from which the program discarded pages is left alone for so long, in nanoseconds: the thread that does it
 /// through a raw system call acts a moment after the daemon heard of it.
 const REMOVED_NS: u64 = 1_000_000_000;
@@ -96,7 +99,7 @@ impl ColdSession {
         }
         self.make_exclusive(channel, count);
         let (Some(staging), Some(mover)) = (&self.staging, &self.mover) else { return Ok(0) };
-        owned_ranges::empty_staging(Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64), mover);
+        owned_ranges::empty_staging(Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64), RIGHTS, mover);
         Ok(count)
     }
 
@@ -263,7 +266,7 @@ impl ColdSession {
             if self.residency.state(dst + page * PAGE) == DISCARDED
                 && let Some(mover) = &self.mover
             {
-                owned_ranges::empty_staging(Range::pages_from(src + page * PAGE, 1), mover);
+                owned_ranges::empty_staging(Range::pages_from(src + page * PAGE, 1), RIGHTS, mover);
             }
         }
     }

@@ -15,6 +15,7 @@ use crate::mapping_lock::MappingLockGuard;
 use crate::owned_ranges;
 use crate::runtime::thread::yield_now;
 use crate::state::SHARED;
+use core::ffi::c_int;
 use core::sync::atomic::Ordering;
 use pagefold_os::page::is_zero;
 use pagefold_os::pagemap::{self, Query};
@@ -30,6 +31,8 @@ pub(super) struct Freeze<'a> {
     pub(super) span: Range,
     /// Where the frozen pages wait.
     pub(super) staging: u64,
+    /// What the program may do with them, and the agent where they wait.
+    rights: c_int,
     /// End of what is mapped from the pool so far; 0 if nothing is.
     pub(super) mapped_end: u64,
     /// Pages of the span that the program has discarded since.
@@ -43,9 +46,9 @@ pub(super) struct Freeze<'a> {
 }
 
 impl Agent {
-    /// Begins to freeze `span`; its pages will wait from `staging` on. `None` if the span must be left alone, or cannot be
-    /// registered.
-    pub(super) fn freeze(&self, span: Range, staging: u64) -> Option<Freeze<'_>> {
+    /// Begins to freeze `span`, memory with `rights`; its pages will wait from `staging` on. `None` if the span must be left alone, or
+    /// cannot be registered.
+    pub(super) fn freeze(&self, span: Range, rights: c_int, staging: u64) -> Option<Freeze<'_>> {
         let held = self.lock_mappings();
         if self.is_excluded(span) {
             return None;
@@ -65,6 +68,7 @@ impl Agent {
             agent: self,
             span,
             staging,
+            rights,
             mapped_end: 0,
             discarded: [false; HUGE_PAGES],
             heap,
@@ -202,8 +206,12 @@ impl Freeze<'_> {
         self.wake();
         self.agent.map_zero_page(pieces, outcomes);
         if staged > 0 {
-            owned_ranges::empty_staging(Range { start: self.staging, end: self.staging + staged }, &self.agent.watch);
+            self.empty_staging(Range { start: self.staging, end: self.staging + staged });
         }
+    }
+
+    fn empty_staging(&self, range: Range) {
+        owned_ranges::empty_staging(range, self.rights, &self.agent.watch);
     }
 
     /// The addresses of the pages `run` of the span.
@@ -273,11 +281,11 @@ impl Freeze<'_> {
         }
         let Some(fd) = self.agent.segment_fd(piece.segment) else { return Err(RefusalReason::NotAnonymous) };
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the range was anonymous memory a moment ago (UFFDIO_MOVE proved it) and its pages are staged. The mapping
+        // SAFETY: the range was anonymous memory with these rights a moment ago (UFFDIO_MOVE proved it) and its pages are staged. The mapping
         // lock keeps the mapping in place; what lies beyond a heap that shrinks is unmapped again. The bytes that appear
         // equal those that were there.
-        let mapped = unsafe { mem::map(range.start, range.len(), rights, flags, fd, u64::from(piece.slot) * PAGE) };
+        let mapped =
+            unsafe { mem::map(range.start, range.len(), self.rights, flags, fd, u64::from(piece.slot) * PAGE) };
         match mapped {
             Ok(_) => {
                 self.mapped_end = range.end;
@@ -288,6 +296,8 @@ impl Freeze<'_> {
                 self.agent.note_sealed(range);
                 Err(RefusalReason::NotAnonymous)
             }
+            // No file may be mapped with these rights (SELinux, `PR_SET_MDWE`): other memory is not concerned.
+            Err(Errno(libc::EACCES)) => Err(RefusalReason::NotAnonymous),
             Err(_) => Err(RefusalReason::Limit),
         }
     }
@@ -351,7 +361,7 @@ impl Freeze<'_> {
         let end = removed.end.clamp(frozen.start, frozen.end);
         if start < end {
             let staged = self.staging + (start - self.span.start);
-            owned_ranges::empty_staging(Range { start: staged, end: staged + (end - start) }, &self.agent.watch);
+            self.empty_staging(Range { start: staged, end: staged + (end - start) });
             let pages = self.page_of(start)..self.page_of(end);
             self.discarded[pages].fill(true);
         }

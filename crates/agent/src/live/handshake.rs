@@ -5,6 +5,7 @@
 //! on or keeps it. Everything that can fail comes before `hold` is taken over.
 
 use super::session::{Agent, WAKEUP};
+use super::staging::Staging;
 use crate::address_space::heap::HeapEnd;
 use crate::address_space::maps::Maps;
 use crate::address_space::rss_watch::RssWatch;
@@ -19,12 +20,12 @@ use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{PAGE_SIZE, Range, mem, sched, sock, syscall};
+use pagefold_os::{sched, sock, syscall};
 use pagefold_protocol::channel::Channel;
 use pagefold_protocol::handshake::{
     HOLD_FEATURES, WATCH_FEATURES, receive_welcome, send_hello, send_unable, take_welcome,
 };
-use pagefold_protocol::message::{self, FREEZE_PAGES_MAX, Op, Packet, SEGMENTS_HELD};
+use pagefold_protocol::message::{self, Op, Packet, SEGMENTS_HELD};
 
 pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     let began = sched::monotonic_ns();
@@ -176,13 +177,10 @@ fn set_up(
     let make = || given_hold().map_or_else(|| Uffd::new(device, HOLD_FEATURES), Ok);
     let new = if left.is_none() { Some(make()?) } else { None };
     let quiet = if ATTACHED { Some(Uffd::new(device, HOLD_FEATURES & !uffd::FEATURE_EVENT_REMOVE)?) } else { None };
-    let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
-    // What a child shares cannot be moved back.
-    hide(&staging);
-    watch_staging(&watch, &staging)?;
+    let staging = Staging::new(&watch)?;
     let heap = HeapEnd::new(device)?;
     let is_new = new.is_some();
-    owned_ranges::register(Owned::Staging, Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64));
+    staging.own();
     // What an agent before this one had is unmapped.
     owned_ranges::register(Owned::HugeStaging, NOTHING);
     // From here on nothing fails: merged ranges hang on it.
@@ -213,12 +211,6 @@ fn set_up(
     Ok(agent)
 }
 
-/// The target of a move must be registered. Not in missing mode: a thread that touches all memory (mlockall(2), a debugger) would wait
-/// there for ever.
-pub(super) fn watch_staging(watch: &Uffd, staging: &mem::Mapping) -> Result<()> {
-    watch.register(Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64), uffd::MODE_WP)
-}
-
 /// Core dumps must contain merged pages: to the kernel they are private file pages, which it leaves out by default.
 fn dump_merged_pages() {
     // A thread's directory has no such file; where the first thread has ended this was done before, or is not done.
@@ -246,6 +238,7 @@ pub(crate) fn one_at_a_time() -> std::sync::MutexGuard<'static, ()> {
 /// For tests: an agent without a daemon, which has `segment` as the first; `None` if there is no userfaultfd.
 #[cfg(test)]
 pub(crate) fn alone(segment: Fd) -> Option<Agent> {
+    use pagefold_os::{PAGE_SIZE, mem};
     let channel = Channel::create(c"channel").ok()?;
     let mut agent = set_up(channel, open_files().ok()?, uffd::open_device().ok().as_ref(), &mut None).ok()?;
     let (len, _) = pagefold_os::memfd::len_and_inode(segment.raw()).ok()?;

@@ -6,7 +6,7 @@
 //! alone, so pages never stay in the staging area.
 //!
 //! `lifecycle` starts the thread and ends it, `handshake` connects it to a daemon, `requests` answers the daemon, and `events`
-//! answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison; `remap` and
+//! answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison, to a `staging` area; `remap` and
 //! `remap_huge` map slots in their place, and `unshare` replaces slots by private memory.
 
 mod events;
@@ -17,6 +17,7 @@ mod remap;
 mod remap_huge;
 mod requests;
 mod session;
+mod staging;
 mod unshare;
 
 #[cfg(feature = "preload")]

@@ -46,7 +46,9 @@ impl Agent {
         if span.is_empty() || span.pages() > FREEZE_PAGES_MAX as u64 || !span.start.is_multiple_of(PAGE) {
             return;
         }
-        let Some(mut freeze) = self.freeze(span, self.staging.addr()) else { return };
+        let rights = self.rights_of_plain(span.start);
+        let Some(staging) = self.staging.start(rights) else { return };
+        let Some(mut freeze) = self.freeze(span, rights, staging) else { return };
         let mut states = [State::Hole; FREEZE_PAGES_MAX];
         let states = &mut states[..span.pages() as usize];
         freeze.take(states);
@@ -208,6 +210,10 @@ mod tests {
 
     use crate::live::freeze::ForgetMoves;
     use crate::live::handshake::{alone, one_at_a_time};
+    use crate::live::staging::{EXECUTABLE, USUAL};
+    use crate::state::SHARED;
+    use core::ffi::c_int;
+    use core::sync::atomic::Ordering;
     use pagefold_os::{PAGE_SIZE, Page, mem, memfd};
     use pagefold_protocol::message::DOMAIN_NAME_MAX;
 
@@ -221,7 +227,47 @@ mod tests {
     #[test]
     fn equal_pages_are_mapped_and_all_others_move_back() {
         let _one = one_at_a_time();
-        map_equal_pages();
+        map_equal_pages(USUAL);
+    }
+
+    #[test]
+    fn memory_that_can_be_executed_is_mapped_with_its_rights() {
+        let _one = one_at_a_time();
+        SHARED.executable.store(true, Ordering::Relaxed);
+        map_equal_pages(EXECUTABLE);
+        // And usual memory beside it.
+        map_equal_pages(USUAL);
+    }
+
+    /// The rights that the program has by now are others than those with which the pages were taken.
+    #[test]
+    fn pages_are_only_mapped_with_the_rights_that_they_had() {
+        let _one = one_at_a_time();
+        SHARED.executable.store(true, Ordering::Relaxed);
+        let segment = memfd::create(c"pagefold-pool", PAGE).unwrap();
+        assert_eq!(segment.write(&content(3)), Ok(PAGE_SIZE));
+        let Some(mut agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
+        agent.staging.add_executable(&agent.watch);
+        let memory = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
+        // SAFETY: the test's memory, to which no reference exists.
+        unsafe { memory.as_ptr().cast::<Page>().write(content(3)) };
+        let piece = Piece { addr: memory.addr(), pages: 1, ..Piece::default() };
+        for (rights, assumed) in [(USUAL, EXECUTABLE), (EXECUTABLE, USUAL)] {
+            // SAFETY: the test's memory.
+            unsafe { mem::protect(memory.addr(), PAGE, rights) }.unwrap();
+            let span = Range::pages_from(memory.addr(), 1);
+            let mut freeze = agent.freeze(span, assumed, agent.staging.start(assumed).unwrap()).unwrap();
+            let mut states = [State::Hole];
+            freeze.take(&mut states);
+            assert!(states[0] == State::Left(RefusalReason::NotAnonymous), "the kernel moved {rights} to {assumed}");
+            let mut outcomes = [Outcome::default()];
+            freeze.watch_again(&[piece], &outcomes, &mut states);
+            freeze.end(&[piece], &outcomes, PAGE);
+            agent.remap_span(&[piece], &mut outcomes);
+            assert_eq!((outcomes[0].merged, agent.rights_of_pool(span)), (1, Some(rights)));
+            assert_eq!(agent.unshare(span), Ok(()));
+            assert_eq!(agent.maps.rights_at(memory.addr()), Some(rights));
+        }
     }
 
     /// A kernel that forgets moves says of each page that its place in the staging area is taken.
@@ -229,16 +275,21 @@ mod tests {
     fn pages_whose_move_the_kernel_forgets_are_not_lost() {
         let _one = one_at_a_time();
         let _forgets = ForgetMoves::begin();
-        map_equal_pages();
+        map_equal_pages(USUAL);
     }
 
-    fn map_equal_pages() {
+    fn map_equal_pages(rights: c_int) {
         // The longest name that a segment may have: the mappings are found by it.
         let name = format!("pagefold-pool:{}", "d".repeat(DOMAIN_NAME_MAX));
         let segment = memfd::create(&std::ffi::CString::new(name).unwrap(), 16 * PAGE).unwrap();
         (0..16).for_each(|slot| assert_eq!(segment.write(&content(slot)), Ok(PAGE_SIZE)));
-        let Some(agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
+        let Some(mut agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
+        if rights != USUAL {
+            agent.staging.add_executable(&agent.watch);
+        }
         let memory = mem::Mapping::anonymous(12 * PAGE_SIZE).unwrap();
+        // SAFETY: the test's memory.
+        unsafe { mem::protect(memory.addr(), 12 * PAGE, rights) }.unwrap();
         let put = |page: usize, bytes: &Page| {
             // SAFETY: a page of the test's memory, to which no reference exists.
             unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>().write(*bytes) }
@@ -270,7 +321,8 @@ mod tests {
         let everything = Range::pages_from(memory.addr(), 12);
         agent
             .maps
-            .pools(everything, |part, _| {
+            .pools(everything, |part, shown_rights| {
+                assert_eq!(shown_rights, rights);
                 shown.push(((part.start - memory.addr()) / PAGE, (part.end - memory.addr()) / PAGE));
                 false
             })

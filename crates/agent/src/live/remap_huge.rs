@@ -7,10 +7,12 @@
 
 use super::freeze::Freeze;
 use super::session::{Agent, PAGE};
+use super::staging::USUAL;
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::prefault;
 use crate::limits::{HUGE_LEN, HUGE_PAGES, NOTHING};
 use crate::owned_ranges::{self, Owned, hide};
+use core::ffi::c_int;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::{PAGE_SIZE, Range, mem, uffd};
@@ -41,12 +43,13 @@ impl Agent {
     pub(super) fn remap_huge(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
         let Some(first) = pieces.first() else { return false };
         let span = Range { start: first.addr, end: first.addr + HUGE_LEN };
-        if !self.is_huge(span) || !self.make_huge_staging() {
+        let rights = self.rights_of_plain(span.start);
+        if !self.is_huge(span) || !self.make_huge_staging(rights) {
             return false;
         }
         self.read_slots(pieces);
         let staging = owned_ranges::range_of(Owned::HugeStaging).start;
-        let Some(mut freeze) = self.freeze(span, staging) else { return false };
+        let Some(mut freeze) = self.freeze(span, rights, staging) else { return false };
         outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
         let merged = freeze.take_huge() && freeze.are_equal(pieces) && freeze.map_all(pieces, outcomes);
         if merged {
@@ -83,15 +86,20 @@ impl Agent {
         matches!(seen, Ok((1, _))) && found[0].start == range.start && found[0].end == range.end
     }
 
-    /// Makes the place where a frozen huge page waits, if there is none. Returns false if that fails.
-    fn make_huge_staging(&mut self) -> bool {
-        if self.huge_staging.is_some() {
+    /// Makes the place where a frozen huge page with `rights` waits, if there is none. Returns false if that fails.
+    fn make_huge_staging(&mut self, rights: c_int) -> bool {
+        if self.huge_staging.as_ref().is_some_and(|(_, has)| *has == rights) {
             return true;
         }
+        self.forget_huge_staging();
         let begin = |map: &mem::Mapping| map.addr().next_multiple_of(HUGE_LEN);
         let aligned = |map: &mem::Mapping| begin(map) + HUGE_LEN <= map.addr() + map.len() as u64;
         let make = |len| mem::Mapping::anonymous(len).ok().filter(aligned);
         let Some(map) = make(HUGE_LEN as usize).or_else(|| make(2 * HUGE_LEN as usize)) else { return false };
+        // SAFETY: the mapping is ours; its rights only grow.
+        if rights != USUAL && unsafe { mem::protect(map.addr(), map.len() as u64, rights) }.is_err() {
+            return false;
+        }
         hide(&map);
         let start = begin(&map);
         let range = Range { start, end: start + HUGE_LEN };
@@ -99,7 +107,7 @@ impl Agent {
             return false;
         }
         owned_ranges::register(Owned::HugeStaging, range);
-        self.huge_staging = Some(map);
+        self.huge_staging = Some((map, rights));
         true
     }
 

@@ -5,7 +5,7 @@
 //! a fault in the program. Between two requests the events of merged memory are answered, with the mapping lock held.
 
 use super::events::serve_events;
-use super::handshake::{give_up, is_asked_to_leave, watch_staging};
+use super::handshake::{give_up, is_asked_to_leave};
 use super::session::{Agent, PAGE, Segment};
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::regions::{Listed, list};
@@ -165,7 +165,7 @@ impl Agent {
             // Watches nothing: the kernel takes a range from one descriptor only.
             self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
             self.forget_huge_staging();
-            watch_staging(&self.watch, &self.staging)
+            self.staging.register_again(&self.watch)
         })
     }
 
@@ -254,7 +254,11 @@ impl Agent {
         }
         // Merged and plain memory lie in few ranges together.
         let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };
-        list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry))
+        let count = list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry));
+        if SHARED.executable.load(Ordering::Relaxed) {
+            self.staging.add_executable(&self.watch);
+        }
+        count
     }
 
     fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {

@@ -1,5 +1,6 @@
 //! What the thread of live merging keeps over a connection, and what the steps of a merge ask of it.
 
+use super::staging::{EXECUTABLE, Staging, USUAL};
 use crate::address_space::anonymous::keep_attributes;
 use crate::address_space::discarded_ranges;
 use crate::address_space::glibc_arenas;
@@ -12,6 +13,7 @@ use crate::owned_ranges::{self, Owned};
 use crate::runtime::affinity::Affinity;
 use crate::runtime::wakeup::Wakeup;
 use crate::state::{AGENT, ATTACHED, SHARED};
+use core::ffi::c_int;
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
@@ -50,9 +52,9 @@ pub(crate) struct Agent {
     /// We greeted this daemon while the plain memory was the cold tier's.
     pub(super) is_lent: bool,
     /// Where frozen pages wait.
-    pub(crate) staging: mem::Mapping,
-    /// Where a frozen huge page waits; `None` before it is needed.
-    pub(super) huge_staging: Option<mem::Mapping>,
+    pub(super) staging: Staging,
+    /// Where a frozen huge page waits, and the rights there; `None` before it is needed.
+    pub(super) huge_staging: Option<(mem::Mapping, c_int)>,
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     pub(super) nursery: Option<Option<u64>>,
     pub(super) segments: [Option<Segment>; SEGMENTS_HELD],
@@ -111,6 +113,16 @@ impl Agent {
     pub(crate) fn remember_merged(&self, range: Range) {
         let held = SHARED.mapping_lock.lock(AGENT);
         SHARED.tables(&held).merged.add(range);
+    }
+
+    /// What the program may do with its plain memory at `addr`, as far as the agent merges such memory. A guess: the mapping may change at
+    /// any time, and the kernel then refuses the move to the staging area.
+    pub(super) fn rights_of_plain(&self, addr: u64) -> c_int {
+        if SHARED.executable.load(Ordering::Relaxed) && self.maps.rights_at(addr) == Some(EXECUTABLE) {
+            EXECUTABLE
+        } else {
+            USUAL
+        }
     }
 
     /// What the program may do in `range`, if that lies in one mapping of a pool file.

@@ -6,8 +6,10 @@ use crate::cold;
 use crate::limits::{MOVE_TRIES, NURSERY_LEN};
 use crate::live::events::HOLD_MODES;
 use crate::live::session::Agent;
+use crate::live::staging::{EXECUTABLE, USUAL};
 use crate::runtime::thread::yield_now;
 use crate::state::ATTACHED;
+use core::ffi::c_int;
 use pagefold_os::fd::Fd;
 use pagefold_os::page::is_zero;
 use pagefold_os::pagemap::{self, Query};
@@ -85,9 +87,9 @@ impl Agent {
                 return Err(errno);
             }
         };
-        // What comes from the nursery may be read and written.
-        let usual = rights == libc::PROT_READ | libc::PROT_WRITE;
-        let in_nursery = if usual { self.copy_to_nursery(range, aside) } else { None };
+        // What comes from the nursery may be read and written, and executed if that is asked for.
+        let usual = rights == USUAL;
+        let in_nursery = if usual || rights == EXECUTABLE { self.copy_to_nursery(range, aside, rights) } else { None };
         // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
         let allow = |fresh: &mem::Mapping| usual || unsafe { mem::protect(fresh.addr(), len, rights) }.is_ok();
         let fresh = if in_nursery.is_some() { None } else { copy_of(aside, len).ok().filter(allow) };
@@ -123,8 +125,20 @@ impl Agent {
                 Err(errno)
             }
         };
+        if let Some(at) = in_nursery.filter(|_| !usual) {
+            self.end_rights_in_nursery(Range { start: at, end: at + len });
+        }
         self.note_freeze(sched::monotonic_ns() - frozen_at);
         result
+    }
+
+    /// Gives `range` of the nursery, from which memory with other rights has moved, the rights of the rest.
+    fn end_rights_in_nursery(&mut self, range: Range) {
+        // SAFETY: memory of the agent's, which nothing uses now.
+        if unsafe { mem::protect(range.start, range.len(), USUAL) }.is_err() {
+            // What came from there would have rights that the program never gave.
+            self.nursery = Some(None);
+        }
     }
 
     /// Has what lies at `aside` in `range` again, where it was.
@@ -187,8 +201,9 @@ impl Agent {
         }
     }
 
-    /// Copies the pages that lie aside to the place in the nursery that belongs to `range`; `None` if that cannot be had.
-    fn copy_to_nursery(&mut self, range: Range, aside: u64) -> Option<u64> {
+    /// Copies the pages that lie aside to the place in the nursery that belongs to `range`, which has `rights` then; `None` if that
+    /// cannot be had.
+    fn copy_to_nursery(&mut self, range: Range, aside: u64, rights: c_int) -> Option<u64> {
         let offset = range.start % NURSERY_LEN;
         let at = self.nursery().filter(|_| offset + range.len() <= NURSERY_LEN)? + offset;
         let mut done = 0;
@@ -206,6 +221,13 @@ impl Agent {
                     return None;
                 }
             }
+        }
+        // SAFETY: memory of the agent's, which nothing uses until it is the program's.
+        if rights != USUAL && unsafe { mem::protect(at, range.len(), rights) }.is_err() {
+            // Where the kernel has no room for more mappings it may have changed the first ones.
+            self.end_rights_in_nursery(Range { start: at, end: at + range.len() });
+            empty_nursery(at, range.len());
+            return None;
         }
         Some(at)
     }

@@ -3,6 +3,7 @@
 //! Our threads have the filter too, so a call of theirs that it forbids may end the process. What cannot be read is taken for a
 //! filter that forbids all.
 
+use super::c_library::me;
 use super::suspend::{Away, is_in_the_way, leave_for_good};
 use crate::cold;
 use crate::live::{start, wait_begun};
@@ -10,7 +11,7 @@ use crate::process::is_own_process;
 use crate::runtime::affinity;
 use crate::runtime::signals::{CHILD_FILTERED, MAY_BLOCK};
 use crate::seccomp_filter;
-use crate::state::{MAY_START, SHARED};
+use crate::state::{MAY_EXECUTE, MAY_START, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem;
@@ -23,6 +24,9 @@ pub(super) fn meet_filter(at: u64, all: bool) {
     }
     let verdict = filter_at(at).filter(|verdict| verdict.stay && (verdict.start || all));
     let Some(verdict) = verdict else { return leave_for_filter() };
+    if !verdict.execute && !forbid_execution() {
+        return leave_for_filter();
+    }
     if !verdict.start && is_in_the_way() {
         return leave_for_good();
     }
@@ -38,6 +42,14 @@ pub(super) fn meet_filter(at: u64, all: bool) {
     if !verdict.follow {
         affinity::forbid(SHARED.thread.number());
     }
+}
+
+/// From now on no memory that can be executed is managed. Returns false if there is some already.
+fn forbid_execution() -> bool {
+    // The agent lists memory with the lock held.
+    let _held = SHARED.mapping_lock.lock(me());
+    MAY_EXECUTE.store(false, Ordering::Relaxed);
+    !SHARED.executable.load(Ordering::Relaxed)
 }
 
 /// The agent leaves for a filter that may forbid anything; what the program's threads do for it is no more than they must.

@@ -8,7 +8,7 @@
 use super::active::{active, managed_all};
 use super::c_library::{fail, me, returned};
 use super::early::{self, is_early};
-use super::manageable::{self, OPEN, is_manageable, is_plain};
+use super::manageable::{self, is_manageable, is_open, is_plain};
 use super::ranges::{for_each_mapped, range_of};
 use super::suspend::wanted;
 use super::unmerge::{gather, gather_each};
@@ -59,7 +59,7 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
         // SAFETY: the program's own call, with a wish.
         let place = unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) }?;
         if manageable {
-            note_mapped(place, len, prot == OPEN, mark);
+            note_mapped(place, len, is_open(prot), mark);
         }
         return Ok(place);
     }
@@ -81,7 +81,7 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
             table.change(range, mark);
         }
         drop(held);
-        if manageable && prot == OPEN {
+        if manageable && is_open(prot) {
             wanted();
         }
         return Ok(mapped);
@@ -89,7 +89,7 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
     // SAFETY: the program's own call with its own arguments, as its caller promised.
     let mapped = unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }?;
     if manageable && large {
-        note_mapped(mapped, len, prot == OPEN, mark);
+        note_mapped(mapped, len, is_open(prot), mark);
     }
     Ok(mapped)
 }
