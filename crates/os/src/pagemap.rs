@@ -107,6 +107,34 @@ pub fn protect(fd: &Fd, range: Range, query: Query) -> Result<()> {
     Ok(())
 }
 
+/// Calls `each` with the address of each page of `range` that is in memory, is no file's, and is mapped by this process alone.
+///
+/// # Errors
+/// As read(2).
+pub fn each_alone(fd: &Fd, range: Range, mut each: impl FnMut(u64)) -> Result<()> {
+    const PRESENT: u64 = 1 << 63;
+    const FILE_OR_SHARED: u64 = 1 << 61;
+    const ALONE: u64 = 1 << 56;
+    const PAGE: u64 = crate::PAGE_SIZE as u64;
+    let mut at = range.start;
+    while at < range.end {
+        let mut words = [0u8; 64 * 8];
+        let wanted = (((range.end - at) / PAGE) as usize * 8).min(words.len());
+        let got = fd.read_at(&mut words[..wanted], at / PAGE * 8)?;
+        if got == 0 {
+            return Ok(());
+        }
+        for word in words[..got].chunks_exact(8) {
+            let word = word.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+            if word & (PRESENT | FILE_OR_SHARED | ALONE) == PRESENT | ALONE {
+                each(at);
+            }
+            at += PAGE;
+        }
+    }
+    Ok(())
+}
+
 /// Scans `range` of the process that the pagemap `fd` belongs to; fills `out` and returns how many
 /// ranges it got and the address up to which the range has been walked.
 ///

@@ -220,7 +220,7 @@ pub enum RefusalReason {
     Done = 0,
     /// The bytes differ from the slot.
     Changed = 1,
-    /// Pinned for I/O, or shared with a forked process.
+    /// Pinned for I/O, or shared with a forked process that lives.
     Pinned = 2,
     /// Not, or no longer, private anonymous memory.
     NotAnonymous = 3,

@@ -19,8 +19,8 @@ use super::freeze::{Freeze, half};
 use super::session::{Agent, PAGE};
 use crate::address_space::prefault;
 use crate::limits::MOVE_TRIES;
-use pagefold_os::Range;
 use pagefold_os::raw::Errno;
+use pagefold_os::{Range, mem, pagemap};
 use pagefold_protocol::message::{FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, RefusalReason};
 
 /// What became of a page of the span.
@@ -40,6 +40,37 @@ impl Agent {
     /// Merges the pieces of one span: ascending, at most [`FREEZE_PAGES_MAX`] pages from first to last, with nothing merged
     /// between them. Writes one outcome per piece.
     pub(super) fn remap_span(&self, pieces: &[Piece], outcomes: &mut [Outcome]) {
+        self.remap_exclusive(pieces, outcomes);
+        for (piece, outcome) in pieces.iter().zip(outcomes) {
+            let rest = behind(piece, outcome.merged);
+            let range = Range::pages_from(rest.addr, u64::from(rest.pages));
+            if outcome.reason == RefusalReason::Pinned as u32 && self.make_exclusive(range) {
+                let mut again = [Outcome::default()];
+                self.remap_exclusive(&[rest], &mut again);
+                *outcome = Outcome { merged: outcome.merged + again[0].merged, reason: again[0].reason };
+            }
+        }
+    }
+
+    /// Makes the pages of `range` that this process alone has exclusive to it, as its next write would: the kernel counts a page that
+    /// a fork shared as shared until then, even when the child has ended or executed another program. Returns false if there is none.
+    ///
+    /// Not while pages are frozen: a page that a bare call discards at this moment would have the agent wait for itself.
+    fn make_exclusive(&self, range: Range) -> bool {
+        let _held = self.lock_mappings();
+        if self.is_excluded(range) {
+            return false;
+        }
+        let mut is_any = false;
+        let seen = pagemap::each_alone(&self.pagemap, range, |addr| {
+            // SAFETY: changes no bytes. A page that another process has by now is copied by the kernel.
+            is_any |= unsafe { mem::advise(addr, PAGE, libc::MADV_POPULATE_WRITE) }.is_ok();
+        });
+        is_any && seen.is_ok()
+    }
+
+    /// [`remap_span`](Self::remap_span); pages that a fork shared stay, as those that are pinned.
+    fn remap_exclusive(&self, pieces: &[Piece], outcomes: &mut [Outcome]) {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else { return };
         let span = Range { start: first.addr, end: last.addr + u64::from(last.pages) * PAGE };
         outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
@@ -183,6 +214,12 @@ impl Freeze<'_> {
     }
 }
 
+/// What is left of `piece` behind its first `merged` pages.
+fn behind(piece: &Piece, merged: u32) -> Piece {
+    let addr = piece.addr + u64::from(merged) * PAGE;
+    Piece { addr, pages: piece.pages - merged, slot: piece.slot.wrapping_add(merged), ..*piece }
+}
+
 /// The runs of neighbouring states for which `wanted` holds, as index ranges.
 fn runs(states: &[State], wanted: impl Fn(&State) -> bool + Copy) -> impl Iterator<Item = core::ops::Range<usize>> {
     // A copy on the stack, so that the caller may change the original while walking.
@@ -214,7 +251,7 @@ mod tests {
     use crate::state::SHARED;
     use core::ffi::c_int;
     use core::sync::atomic::Ordering;
-    use pagefold_os::{PAGE_SIZE, Page, mem, memfd};
+    use pagefold_os::{PAGE_SIZE, Page, memfd};
     use pagefold_protocol::message::DOMAIN_NAME_MAX;
 
     /// A page that differs from those of other numbers, and from zeros.
@@ -237,6 +274,66 @@ mod tests {
         map_equal_pages(EXECUTABLE);
         // And usual memory beside it.
         map_equal_pages(USUAL);
+    }
+
+    /// The kernel moves no page that a fork shared before its process writes to it; a page that the process alone has is not kept from
+    /// merging by that.
+    #[test]
+    fn pages_are_merged_once_the_children_that_shared_them_are_gone() {
+        const PAGES: usize = 8;
+        let _one = one_at_a_time();
+        let segment = memfd::create(c"pagefold-pool", PAGES as u64 * PAGE).unwrap();
+        (0..PAGES).for_each(|slot| assert_eq!(segment.write(&content(slot)), Ok(PAGE_SIZE)));
+        let Some(agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
+        let memory = mem::Mapping::anonymous(PAGES * PAGE_SIZE).unwrap();
+        for page in 0..PAGES {
+            // SAFETY: a page of the test's memory, to which no reference exists.
+            unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>().write(content(page)) };
+        }
+        let mut ends = [0; 2];
+        // SAFETY: makes a pipe; the child makes system calls only.
+        let child = unsafe {
+            assert_eq!(libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC), 0);
+            match libc::fork() {
+                0 => {
+                    libc::close(ends[1]);
+                    libc::read(ends[0], ends.as_mut_ptr().cast(), 1);
+                    libc::_exit(0)
+                }
+                child => child,
+            }
+        };
+        let pieces = [0u32, 4].map(|page| Piece {
+            addr: memory.addr() + u64::from(page) * PAGE,
+            pages: 4,
+            slot: page,
+            ..Piece::default()
+        });
+        let merge = || {
+            let mut outcomes = [Outcome::default(); 2];
+            agent.remap_span(&pieces, &mut outcomes);
+            outcomes.map(|outcome| (outcome.merged, outcome.reason))
+        };
+        assert_eq!(merge(), [(0, RefusalReason::Pinned as u32); 2], "the child has the pages, too");
+        // The process's own again: the rest of its piece is not.
+        // SAFETY: a page of the test's memory.
+        unsafe { memory.as_ptr().cast::<Page>().write(content(0)) };
+        assert_eq!(merge(), [(1, RefusalReason::Pinned as u32), (0, RefusalReason::Pinned as u32)]);
+        // SAFETY: ends the child, which is ours, and waits for it.
+        unsafe {
+            libc::close(ends[1]);
+            assert_eq!(libc::waitpid(child, core::ptr::null_mut(), 0), child);
+            libc::close(ends[0]);
+        }
+        let mut outcomes = [Outcome::default(); 2];
+        agent.remap_span(&[behind(&pieces[0], 1), pieces[1]], &mut outcomes);
+        let done = RefusalReason::Done as u32;
+        assert_eq!(outcomes.map(|outcome| (outcome.merged, outcome.reason)), [(3, done), (4, done)]);
+        for page in 0..PAGES {
+            // SAFETY: a page of the test's memory.
+            let bytes = unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>().read_volatile() };
+            assert!(bytes == content(page), "page {page}");
+        }
     }
 
     /// The rights that the program has by now are others than those with which the pages were taken.
