@@ -156,6 +156,7 @@ scenarios! {
     system_calls_on_merged_memory: "system-calls";
     all_memory: "all" "--manage=all";
     memory_in_small_mappings: "small-mappings" "--manage=all";
+    memory_in_more_mappings_than_one_list_holds: "many-mappings" "--manage=all";
     the_agents_own_memory_is_left_alone: "all-that-is-listed";
     all_memory_when_no_place_is_left: "all-after-reservations" "--manage=all";
     memory_merge_by_prctl: "memory-merge";

@@ -23,8 +23,8 @@ pub static CROWDED: AtomicBool = AtomicBool::new(false);
 /// Ranges that are shorter than this, in bytes, and merely managed are told apart only while the table has few entries: others must
 /// find room, and each new one between others moves all behind it.
 const SMALL_LEN: u64 = 1 << 20;
-/// That many entries. A list has room for half as many ranges.
-const SMALL_MAX: usize = RANGES_MAX / 4;
+/// That many entries. The agent of a program that was entered notes its ranges in order of address, and follows none of its calls.
+const SMALL_MAX: usize = if cfg!(feature = "attached") { RANGES_MAX } else { RANGES_MAX / 4 };
 
 /// What is known about a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -170,6 +170,31 @@ static void small_mappings(void) {
     for (int i = 0; i < COUNT; i++) r[i].base = 7000, check(&r[i], "after all were written");
 }
 
+// More separate mappings than one list holds: those with the highest addresses are managed as well.
+static void many_mappings(void) {
+    enum { COUNT = 3000, PAGES = 32, FILLED = 4 };
+    const size_t step = (PAGES + 1) * PAGE;
+    char *at = mmap(NULL, COUNT * step, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(at != MAP_FAILED, "a reservation");
+    struct region r[COUNT];
+    for (size_t i = 0; i < COUNT; i++) {
+        r[i] = (struct region){at + i * step, FILLED, FILLED, 5000};
+        CHECK(mprotect(r[i].at, PAGES * PAGE, PROT_READ | PROT_WRITE) == 0, "mprotect");
+        for (size_t page = 0; page < FILLED; page++) fill_page(r[i].at + page * PAGE, number_of(&r[i], page));
+    }
+    for (int turn = 0; turn < 2; turn++) {
+        wait_merged(&r[COUNT - 1], FILLED);
+        struct region all = {at, COUNT * step / PAGE, 1, 0};
+        wait_merged(&all, COUNT * FILLED / 10 * 9);
+        for (size_t i = 0; i < COUNT; i++) check(&r[i], "while it is merged");
+        for (size_t i = turn; i < COUNT; i += 7) {
+            r[i].base = 6000 + turn;
+            for (size_t page = 0; page < FILLED; page++) fill_page(r[i].at + page * PAGE, number_of(&r[i], page));
+        }
+    }
+    for (size_t i = 0; i < COUNT; i++) check(&r[i], "in the end");
+}
+
 // The program has reserved far more address space than the machine has memory, before it maps anything.
 static void all_after_reservations(void) {
     for (int i = 0; i < 64; i++) {
@@ -291,6 +316,7 @@ const struct scenario all_memory_scenarios[] = {
     {"heap", heap},
     {"all", all},
     {"small-mappings", small_mappings},
+    {"many-mappings", many_mappings},
     {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge},
     {"memory-merge-ends", memory_merge_ends},

@@ -3,6 +3,7 @@
 //! Everything is asked of a file in /proc. Our threads keep it open; those of the program open it anew, which may fail: what they
 //! cannot see is never taken for absent.
 
+use core::cell::Cell;
 use core::ffi::CStr;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
@@ -37,13 +38,30 @@ impl Maps {
     /// # Errors
     /// As read(2).
     pub(crate) fn for_each(&self, buffer: &mut [u8], mut f: impl FnMut(&maps::Map<'_>)) -> Result<()> {
-        let mut at = 0;
+        self.for_each_while(buffer, |map| {
+            f(map);
+            true
+        })
+    }
+
+    /// As [`for_each`](Self::for_each), until `f` returns false.
+    ///
+    /// # Errors
+    /// As read(2).
+    pub(crate) fn for_each_while(&self, buffer: &mut [u8], mut f: impl FnMut(&maps::Map<'_>) -> bool) -> Result<()> {
+        let (mut at, goes_on) = (0, Cell::new(true));
         maps::for_each_line(
             buffer,
-            |out| self.0.read_at(out, at).inspect(|got| at += *got as u64),
+            |out| {
+                let got = if goes_on.get() { self.0.read_at(out, at)? } else { 0 };
+                at += got as u64;
+                Ok(got)
+            },
             |line| {
-                if let Some(map) = maps::parse_line(line) {
-                    f(&map);
+                if goes_on.get()
+                    && let Some(map) = maps::parse_line(line)
+                {
+                    goes_on.set(f(&map));
                 }
             },
         )
@@ -113,7 +131,10 @@ impl Maps {
         let mut buffer = [0u8; 2 << 10];
         let mut any = false;
         // The file shows the mappings of the moment each piece is read; changing what was already read is harmless.
-        self.for_each(&mut buffer, |map| any = any || visit(map))?;
+        self.for_each_while(&mut buffer, |map| {
+            any = visit(map);
+            !any
+        })?;
         Ok(any)
     }
 }

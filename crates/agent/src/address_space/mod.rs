@@ -6,7 +6,6 @@ pub(crate) mod glibc_arenas;
 pub(crate) mod heap;
 pub(crate) mod maps;
 pub(crate) mod prefault;
-pub(crate) mod region_choice;
 pub(crate) mod regions;
 pub(crate) mod rss_watch;
 #[cfg(any(feature = "attached", feature = "preload", test))]

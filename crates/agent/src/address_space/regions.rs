@@ -7,7 +7,6 @@
 use crate::address_space::glibc_arenas::{self, Finder, Head};
 use crate::address_space::heap;
 use crate::address_space::maps::{Maps, POOL_NAME};
-use crate::address_space::region_choice::RegionChoice;
 use crate::limits::ALL_MIN;
 use crate::owned_ranges::{self, is_in_nursery};
 use crate::range_attributes::RangeAttributes;
@@ -63,8 +62,7 @@ pub(crate) enum Listed {
     Pool,
 }
 
-/// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries: the first ones, or of [`Listed::Managed`] the
-/// [longest](RegionChoice).
+/// Lists what [`Listed`] says from address `from` on: the first [`LIST_MAX`] entries. The rest is listed from the end of the last one on.
 pub(crate) fn list(
     maps: &Maps,
     table: &mut RangeAttributes,
@@ -80,9 +78,7 @@ pub(crate) fn list(
         count: 0,
         last: RegionEntry::default(),
         least: 0,
-        is_merged: false,
         is_executable: false,
-        choice: RegionChoice::first(),
         what,
         from,
         all: SHARED.all.load(Ordering::Relaxed),
@@ -92,15 +88,11 @@ pub(crate) fn list(
         table,
         put,
     };
-    maps.for_each(&mut buffer, |map| lister.map(map))?;
+    maps.for_each_while(&mut buffer, |map| {
+        lister.map(map);
+        lister.count < LIST_MAX
+    })?;
     lister.put_last();
-    if what == Listed::Managed
-        && let Some(choice) = lister.choice.longest()
-    {
-        lister = Lister { count: 0, last: RegionEntry::default(), least: 0, is_merged: false, choice, ..lister };
-        maps.for_each(&mut buffer, |map| lister.map(map))?;
-        lister.put_last();
-    }
     Ok(lister.count)
 }
 
@@ -110,11 +102,8 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     last: RegionEntry,
     /// How long that must be.
     least: u64,
-    /// Part of it is the pool's.
-    is_merged: bool,
     /// The mapping that is being looked at can be executed.
     is_executable: bool,
-    choice: RegionChoice,
     what: Listed,
     from: u64,
     all: bool,
@@ -146,7 +135,6 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         if pool {
             if self.what == Listed::Managed {
                 self.add(map.range, 0);
-                self.is_merged = true;
             }
             return;
         }
@@ -257,16 +245,55 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
             self.least = self.least.min(least);
         } else {
             self.put_last();
-            (self.least, self.is_merged) = (least, false);
+            self.least = least;
             self.last = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
         }
     }
 
     fn put_last(&mut self) {
         let range = Range { start: self.last.start, end: self.last.end };
-        if range.len() >= self.least.max(1) && self.choice.takes(range, self.is_merged) && self.count < LIST_MAX {
+        if range.len() >= self.least.max(1) && self.count < LIST_MAX {
             (self.put)(self.count, self.last);
             self.count += 1;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_os::mem;
+
+    /// More ranges than one list holds: each is listed once, in order of address.
+    #[test]
+    fn a_list_goes_on_from_the_end_of_the_one_before() {
+        const COUNT: u64 = 2 * LIST_MAX as u64 + 100;
+        const STEP: u64 = 2 * PAGE;
+        let room = mem::Mapping::anonymous((COUNT * STEP) as usize).unwrap();
+        let all = Range { start: room.addr(), end: room.addr() + COUNT * STEP };
+        // SAFETY: the test's memory, which is not touched.
+        unsafe { mem::protect(all.start, all.len(), libc::PROT_NONE) }.unwrap();
+        let opened: Vec<Range> = (0..COUNT).map(|index| Range::pages_from(all.start + index * STEP, 1)).collect();
+        for range in &opened {
+            // SAFETY: as above.
+            unsafe { mem::protect(range.start, PAGE, libc::PROT_READ | libc::PROT_WRITE) }.unwrap();
+        }
+        let mut table = Box::new(RangeAttributes::new());
+        table.change(all, |note| note.mergeable = true);
+        let maps = Maps::open().unwrap();
+        let (mut listed, mut from, mut lists) = (Vec::new(), 0, 0);
+        loop {
+            let put = |_, entry: RegionEntry| listed.push(Range { start: entry.start, end: entry.end });
+            let count = list(&maps, &mut table, Listed::Managed, from, put).unwrap();
+            lists += 1;
+            if count < LIST_MAX {
+                break;
+            }
+            from = listed.last().unwrap().end;
+        }
+        // Other tests merge memory of theirs meanwhile.
+        listed.retain(|range| range.overlaps(&all));
+        assert_eq!(listed, opened);
+        assert!(lists >= 3);
     }
 }

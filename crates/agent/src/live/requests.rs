@@ -239,21 +239,21 @@ impl Agent {
         Ok(count)
     }
 
-    /// Lists the managed ranges, or (`pool`) the mappings of pool files from address `from` on.
+    /// Lists the managed ranges, or (`pool`) the mappings of pool files, from address `from` on.
     fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
-        if !pool {
+        let begins = !pool && from == 0;
+        if begins {
             self.rss_watch.note_listed();
         }
         // Reading the table needs the mapping lock, reading maps does not; both are short.
         let held = self.lock_mappings();
         let table = SHARED.tables(&held).table;
         #[cfg(feature = "attached")]
-        if !pool {
+        if begins {
             self.fill_what_was_discarded();
             crate::address_space::vm_flags::refresh(SHARED.tables(&held).table)?;
         }
-        // Merged and plain memory lie in few ranges together.
-        let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };
+        let what = if pool { Listed::Pool } else { Listed::Managed };
         let count = list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry));
         if SHARED.executable.load(Ordering::Relaxed) {
             self.staging.add_executable(&self.watch);

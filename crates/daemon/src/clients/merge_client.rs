@@ -33,6 +33,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 ///
 /// Long, because a stopped process (SIGSTOP, a debugger) is no enemy; its worker waits, others go on.
 const ANSWER_MS_MAX: u64 = 5_000;
+/// Managed ranges of one client that are asked for: four times as many as an agent notes. Those with the lowest addresses are managed.
+const REGIONS_MAX: usize = 1 << 16;
 /// Highest address that user memory has.
 const ADDRESS_MAX: u64 = 1 << 57;
 /// No segment, in the list of those that the agent holds.
@@ -286,7 +288,7 @@ impl MergeClient {
             if all.len() > MAPPINGS_MAX {
                 return Err(Gone);
             }
-            if !pool || count < LIST_MAX {
+            if count < LIST_MAX || !pool && all.len() >= REGIONS_MAX {
                 return Ok(Some(all));
             }
             from = all.last().map_or(u64::MAX, |last| last.end);
