@@ -214,7 +214,7 @@ impl Tree {
         self.resolve_parent_over(path, make, |_, _| false)
     }
 
-    /// The same; a file on the way is replaced by a directory if `gives_way` returns true for its directory and name.
+    /// The same; a file or link on the way is replaced by a directory if `gives_way` returns true for its directory and name.
     pub(crate) fn resolve_parent_over(
         &mut self,
         path: &[u8],
@@ -245,7 +245,7 @@ impl Tree {
             }
             match self.child(here, &part).map(|id| (id, &self.inode(id).kind)) {
                 Some((id, Kind::Dir(_))) => stack.push(id),
-                Some((_, Kind::Symlink(target))) => {
+                Some((_, Kind::Symlink(target))) if !(make && gives_way(here, &part)) => {
                     links += 1;
                     if links > LINKS_MAX {
                         return Err(input!("{}: more than {LINKS_MAX} symbolic links on the way", show(path)));

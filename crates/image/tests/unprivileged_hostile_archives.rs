@@ -512,7 +512,8 @@ fn layers_of_no_bytes_and_odd_links_are_read() {
     let bench = Bench::new();
     let dir = tempfile::tempdir().unwrap();
     let link = header(b"link", b'2', 0, b"f");
-    layout(dir.path(), &[&archive(&[file(b"f", b"1"), link]), b""], |_| ());
+    let nothing = gzip().finish().unwrap();
+    layout(dir.path(), &[&archive(&[file(b"f", b"1"), link]), b"", &nothing], |_| ());
     let mut tree = import(&bench, dir.path()).unwrap();
     let id = tree.find(b"link").unwrap();
     assert_eq!(tree.inode(id).meta.mode, 0o777, "the header said 0644");
@@ -525,6 +526,34 @@ fn layers_of_no_bytes_and_odd_links_are_read() {
     let path = dir.path().join("twice.tar");
     std::fs::write(&path, whole).unwrap();
     assert!(import(&bench, &path).unwrap().find(b"f").is_some());
+}
+
+#[test]
+fn a_layer_reaches_through_no_link_of_a_lower_one() {
+    let bench = Bench::new();
+    let base = archive(&[header(b"a", b'2', 0, b"b"), file(b"b/x", b"1"), file(b"b/y", b"1")]);
+    let own_link = header(b"own", b'2', 0, b"b");
+    for (top, expected, notes) in [
+        // A directory that only a path names hides the link.
+        (&[file(b"a/z", b"2")][..], &["a", "a/z", "b", "b/x", "b/y"][..], 0),
+        (&[file(b"a/.wh..wh..opq", b"")], &["a", "b", "b/x", "b/y"], 0),
+        (&[file(b"a/.wh.x", b"")], &["a", "b", "b/x", "b/y"], 0),
+        // Through links of its own a layer writes, as in unpacking, and deletes nothing.
+        (&[own_link.clone(), file(b"own/z", b"2")], &["a", "b", "b/x", "b/y", "b/z", "own"], 0),
+        (&[own_link.clone(), file(b"own/.wh..wh..opq", b"")], &["a", "b", "b/x", "b/y", "own"], 1),
+        (&[own_link, file(b"own/.wh.x", b"")], &["a", "b", "b/x", "b/y", "own"], 1),
+    ] {
+        let (dir, mut said) = (tempfile::tempdir().unwrap(), Omissions::default());
+        layout(dir.path(), &[&base, &archive(top)], |_| ());
+        let (build, wanted, silent) = (bench.store.build().unwrap(), Wanted::default(), Progress::silent());
+        let (tree, _) = oci::import(&build, dir.path(), &wanted, Limits::default(), &mut said, &silent).unwrap();
+        let mut names = Vec::new();
+        tree.walk(|path, _| names.push(String::from_utf8(path.to_vec()).unwrap()));
+        assert_eq!(
+            (&names[1..], said.lines().len()),
+            (&expected.iter().map(|name| name.to_string()).collect::<Vec<_>>()[..], notes)
+        );
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::error::{Error, Result, input};
 use crate::format::erofs;
 use crate::format::tar::{Acls, Entry, EntryKind, Reader};
 use crate::progress::Progress;
-use crate::tree::{Id, Inode, Kind, Meta, ROOT, Tree, show};
+use crate::tree::{Id, Inode, Kind, Meta, ROOT, Tree, show, split};
 use std::collections::{BTreeMap, HashSet};
 use std::io::Read;
 use std::path::Path;
@@ -140,6 +140,10 @@ impl<R: Read> Apply<'_, '_, R> {
         if self.whiteouts && entry.xattrs.remove(&b"security.selinux"[..]).is_some() {
             self.omissions.add("SELinux labels of layers were left out", &entry.path);
         }
+        if self.is_mark_behind_link(&entry.path)? {
+            self.omissions.add("marks of deleted files behind symbolic links were left out", &entry.path);
+            return Ok(());
+        }
         let Some((dir, name)) = self.resolve_parent(&entry.path)? else { return self.root(entry) };
         if self.whiteouts && name.starts_with(b".wh.") {
             return self.whiteout(&entry.path, dir, &name);
@@ -163,12 +167,29 @@ impl<R: Read> Apply<'_, '_, R> {
     /// The directory and last name of `path`, `None` for the root. Missing directories are made, and count.
     fn resolve_parent(&mut self, path: &[u8]) -> Result<Option<(Id, Vec<u8>)>> {
         let (inodes, steps) = (self.tree.inode_count(), self.tree.step_count());
-        // A layer is a tree of its own, laid over the lower ones: its directories hide their files.
+        // A layer is a tree of its own, laid over the lower ones: its directories hide their files and links.
         let is_lower = |dir, name: &[u8]| self.whiteouts && !self.layer.fresh.contains(&(dir, name.to_vec()));
         let parent = self.tree.resolve_parent_over(path, true, is_lower)?;
         self.reader.count_implied(path, (self.tree.inode_count() - inodes) as u64)?;
         self.reader.count_steps(path, self.tree.step_count() - steps)?;
         Ok(parent)
+    }
+
+    /// Returns true for the mark of a deleted file with a link of this layer on its path: what is elsewhere stays.
+    fn is_mark_behind_link(&self, path: &[u8]) -> Result<bool> {
+        let mut parts = split(path)?;
+        if !self.whiteouts || !parts.pop().is_some_and(|name| name.starts_with(b".wh.")) {
+            return Ok(false);
+        }
+        let mut dir = ROOT;
+        for part in parts {
+            let Some(id) = self.tree.child(dir, part) else { return Ok(false) };
+            if matches!(self.tree.inode(id).kind, Kind::Symlink(_)) {
+                return Ok(self.layer.fresh.contains(&(dir, part.to_vec())));
+            }
+            dir = id;
+        }
+        Ok(false)
     }
 
     /// Gives the root the entry's metadata.
@@ -200,7 +221,7 @@ impl<R: Read> Apply<'_, '_, R> {
     fn hard_link(&mut self, path: &[u8], target: &[u8], dir: Id, name: Vec<u8>) -> Result<()> {
         let steps = self.tree.step_count();
         let id = self.tree.link_target(path, target)?;
-        self.reader.count_steps(path, self.tree.step_count() - steps)?;
+        self.reader.count_steps(target, self.tree.step_count() - steps)?;
         self.tree.link(dir, &name, id)?;
         self.layer.fresh.insert((dir, name));
         Ok(())
