@@ -235,7 +235,7 @@ fn idle_programs_that_are_merged_live_are_parked_and_merged_again_when_they_work
         assert!(pids.iter().all(|pid| sharing(*pid) > 0), "what was merged before they were idle is merged still");
         clients.iter_mut().for_each(|client| client.does("check"));
     }
-    clients.iter_mut().for_each(|client| client.send("storm 16000"));
+    clients.iter_mut().for_each(|client| client.send("storm 8000"));
     for pid in pids {
         wait_for("its memory to be merged again", 60, || host.cold(pid).is_none());
     }

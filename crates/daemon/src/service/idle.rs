@@ -13,9 +13,6 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How long a client works before its memory returns to live merging: a reply or two are better served from the tier.
-const WORKS: Duration = Duration::from_secs(10);
-
 /// What the thread knows of the clients, by process.
 #[derive(Default)]
 struct Watch {
@@ -41,7 +38,9 @@ impl Watch {
         self.working.retain(|pid, _| lent.get(pid) == Some(&Activity::Busy));
         for (pid, activity) in &lent {
             self.live.remove(pid);
-            if *activity == Activity::Busy && now.saturating_sub(*self.working.entry(*pid).or_insert(now)) >= WORKS {
+            if *activity == Activity::Busy
+                && now.saturating_sub(*self.working.entry(*pid).or_insert(now)) >= policy.work_time()
+            {
                 park::unpark(daemon, &ClientSelector::Pid(*pid));
             }
         }

@@ -9,6 +9,8 @@ const CPU_SHARE: f64 = 0.01;
 const TOUCHED_PAGES_PER_S: f64 = 64.0;
 /// Shortest and longest pause between two looks at a client. There are sixteen looks in the idle time.
 const LOOKS: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(5)];
+/// Shortest and longest time that a client works before its memory returns to live merging: an eighth of the idle time.
+const WORK: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(10)];
 /// Most of the time that a parking may take is planned for, the rest is reserve.
 const PLANNED: f64 = 0.8;
 
@@ -28,6 +30,11 @@ impl ParkPolicy {
     /// The idle time, on a host that has `available` of its memory left and shall keep `reserve`.
     pub(crate) fn idle_time(&self, available: u64, reserve: u64) -> Duration {
         if available < reserve { self.idle / HURRY } else { self.idle }
+    }
+
+    /// How long a client works before its memory returns to live merging: a reply or two are better served from the tier.
+    pub(crate) fn work_time(&self) -> Duration {
+        (self.idle / 8).clamp(WORK[0], WORK[1])
     }
 
     /// The pause between two looks at a client.
@@ -358,9 +365,11 @@ mod tests {
     }
 
     #[test]
-    fn looks_follow_the_idle_time_within_bounds() {
+    fn looks_and_work_follow_the_idle_time_within_bounds() {
         let look = |idle| ParkPolicy { idle, within: s(1) }.look_interval();
         assert_eq!([look(s(1)), look(s(16)), look(s(3600))], [LOOKS[0], s(1), LOOKS[1]]);
+        let work = |idle| ParkPolicy { idle, within: s(1) }.work_time();
+        assert_eq!([work(s(1)), work(s(16)), work(s(3600))], [WORK[0], s(2), WORK[1]]);
     }
 
     #[test]
