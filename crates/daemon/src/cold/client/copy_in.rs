@@ -27,44 +27,38 @@ impl Client {
     pub(crate) fn bring_ahead(&self, tier: &Tier, pages: std::ops::Range<u64>, buffer: &mut [Page]) {
         let leaving = self.leaving.load(Ordering::SeqCst);
         // Loading needs no lock: what is true at the end counts.
-        let load = |(page, place): (u64, &mut Page)| {
-            self.table.state(page * PAGE) == EVICTED && tier.load_quietly(self.client_id, page, place)
+        let pages: Vec<u64> = pages.collect();
+        let load = |(page, place): (&u64, &mut Page)| {
+            self.table.state(page * PAGE) == EVICTED && tier.load_quietly(self.client_id, *page, place)
         };
-        let loaded: Vec<bool> = pages.clone().zip(&mut *buffer).map(load).collect();
+        let loaded: Vec<bool> = pages.iter().zip(&mut *buffer).map(load).collect();
         let _service = self.take_service();
         if self.take_owner_lock(200) {
             // A page that came and went again meanwhile has another content. Checked under the owner lock: no page is evicted until that is free.
             if self.leaving.load(Ordering::SeqCst) == leaving {
-                self.copy_loaded(tier, pages, &loaded, buffer);
+                self.copy_loaded(tier, &pages, &loaded, buffer);
             }
             self.table.unlock();
         }
     }
 
-    /// Copies those of `pages` to the client that were loaded into `buffer` and are still out; true if all came. The
-    /// caller holds `service` and the owner lock.
-    pub(crate) fn copy_loaded(
-        &self,
-        tier: &Tier,
-        pages: std::ops::Range<u64>,
-        loaded: &[bool],
-        buffer: &[Page],
-    ) -> bool {
-        let place = |page: u64| (page - pages.start) as usize;
-        let ready = |page: u64| loaded[place(page)] && self.table.state(page * PAGE) == EVICTED;
+    /// Copies those of `pages` to the client that were loaded into the same places of `buffer` and are still out; true if all came.
+    /// The caller holds `service` and the owner lock.
+    pub(crate) fn copy_loaded(&self, tier: &Tier, pages: &[u64], loaded: &[bool], buffer: &[Page]) -> bool {
+        let ready = |at: usize| loaded[at] && self.table.state(pages[at] * PAGE) == EVICTED;
         let mut all = true;
-        let mut page = pages.start;
-        while page < pages.end {
-            if !ready(page) {
-                page += 1;
+        let mut at = 0;
+        while at < pages.len() {
+            let from = at;
+            while at < pages.len() && pages[at] == pages[from] + (at - from) as u64 && ready(at) {
+                at += 1;
+            }
+            if at == from {
+                at += 1;
                 continue;
             }
-            let from = page;
-            while page < pages.end && ready(page) {
-                page += 1;
-            }
-            let came = self.copy_run(tier, from, page, buffer[place(from)..place(page)].as_ptr() as u64);
-            all &= came.end == page;
+            let end = pages[from] + (at - from) as u64;
+            all &= self.copy_run(tier, pages[from], end, buffer[from..at].as_ptr() as u64).end == end;
         }
         all
     }

@@ -3,13 +3,15 @@
 use crate::cold::client::faults::ReadAhead;
 use crate::cold::client::{CLUSTER_PAGES, Client};
 use crate::cold::group::Group;
-use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_protocol::residency_map::EVICTED;
 use pagefold_tier::Tier;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 const PAGE: u64 = PAGE_SIZE as u64;
+/// Most runs of pages that are copied under one lock: a fault waits for it.
+const RUNS_AT_ONCE: usize = 16;
 
 /// The pages of `range` that are out: of what the tier has, not of what the table claims, which may be far more.
 pub(crate) fn pages_out(tier: &Tier, client: &Client, range: Range) -> Vec<u64> {
@@ -25,33 +27,38 @@ pub(crate) fn pages_out(tier: &Tier, client: &Client, range: Range) -> Vec<u64> 
     pages
 }
 
-/// Brings these pages back, as far as they are out and the client's limit has room for them. The caller holds the client's
-/// link.
+/// How many of the pages at the head of `pages` are brought back under one lock.
+fn batch_len(pages: &[u64]) -> usize {
+    let mut runs = 1;
+    let pairs = pages.windows(2).take(CLUSTER_PAGES - 1);
+    1 + pairs
+        .take_while(|pair| {
+            runs += usize::from(pair[1] != pair[0].wrapping_add(1));
+            runs <= RUNS_AT_ONCE
+        })
+        .count()
+}
+
+/// Brings these pages back in their order, as far as they are out and the client's limit has room for them. The caller holds the
+/// client's link.
 pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
     let tier = &group.tier;
     let mut buffer = vec![[0; PAGE_SIZE]; CLUSTER_PAGES];
-    let mut at = 0;
+    let mut rest = pages;
     let mut refused = 0;
-    while at < pages.len() && !client.gone.load(Ordering::Relaxed) {
-        let mut len = 1;
-        while at + len < pages.len() && len < CLUSTER_PAGES && pages[at + len] == pages[at] + len as u64 {
-            len += 1;
-        }
-        if client.limits.reserve_pages(len as u64) < len as u64 {
+    while !rest.is_empty() && !client.gone.load(Ordering::Relaxed) {
+        let (batch, after) = rest.split_at(batch_len(rest));
+        if client.limits.reserve_pages(batch.len() as u64) < batch.len() as u64 {
             // What would fill the client's limit stays out; a touch brings it when there is room.
             return;
         }
-        let (start, end) = (pages[at], pages[at] + len as u64);
         // Loading needs no lock: what is true at the end counts.
-        let loaded: Vec<bool> = (start..end)
-            .map(|page| {
-                client.table.state(page * PAGE) == EVICTED
-                    && tier.load(client.client_id, page, &mut buffer[(page - start) as usize]).is_ok()
-            })
-            .collect();
-        let mut again = false;
-        {
-            let service = client.take_service();
+        let load = |(page, place): (&u64, &mut Page)| {
+            client.table.state(page * PAGE) == EVICTED && tier.load(client.client_id, *page, place).is_ok()
+        };
+        let loaded: Vec<bool> = batch.iter().zip(&mut buffer).map(load).collect();
+        let came = {
+            let _service = client.take_service();
             if !client.take_owner_lock(2000) {
                 refused += 1;
                 if refused > 1000 {
@@ -59,11 +66,11 @@ pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
                 }
                 continue;
             }
-            again |= !client.copy_loaded(tier, start..end, &loaded, &buffer);
+            let came = client.copy_loaded(tier, batch, &loaded, &buffer);
             client.table.unlock();
-            drop(service);
-        }
-        if again && refused < 1000 {
+            came
+        };
+        if !came && refused < 1000 {
             // Events wait, or memory does.
             refused += 1;
             client.serve(tier, &mut ReadAhead::default());
@@ -72,6 +79,24 @@ pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
             }
             continue;
         }
-        at += len;
+        rest = after;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_has_a_cluster_of_pages_and_few_runs() {
+        let one_run: Vec<u64> = (5..5 + 2 * CLUSTER_PAGES as u64).collect();
+        assert_eq!(batch_len(&one_run), CLUSTER_PAGES);
+        assert_eq!(batch_len(&one_run[..3]), 3);
+        assert_eq!(batch_len(&[u64::MAX]), 1);
+        let scattered: Vec<u64> = (0..100).map(|number| number * 7 % 100).collect();
+        assert_eq!(batch_len(&scattered), RUNS_AT_ONCE);
+        // Pairs, in no order.
+        let pairs: Vec<u64> = (0..100).rev().flat_map(|number| [number * 4, number * 4 + 1]).collect();
+        assert_eq!(batch_len(&pairs), 2 * RUNS_AT_ONCE);
     }
 }

@@ -1,7 +1,7 @@
 //! What a parked client touches first when it wakes: remembered, and brought back ahead of its faults at the next waking.
 
 use pagefold_os::sync::lock;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,7 +11,7 @@ const WAKING_NS: u64 = 1_000_000_000;
 /// Most pages that are remembered: 32 MiB, and some 20 ms of a thread to bring them back.
 const PAGES_MAX: u64 = 8192;
 
-/// Most runs of pages: each fault of a waking client looks through them.
+/// Most runs of pages.
 const RUNS_MAX: usize = 2048;
 
 /// The client works, or is not watched.
@@ -32,19 +32,23 @@ pub(crate) struct Wakings {
 #[derive(Debug, Default)]
 struct Touched {
     runs: VecDeque<Range<u64>>,
+    /// The same runs, from start to end: each fault of a waking client asks whether its pages are known.
+    ends: BTreeMap<u64, u64>,
     pages: u64,
 }
 
 impl Touched {
     fn add(&mut self, run: &Range<u64>) {
-        if self.runs.iter().any(|known| known.start < run.end && run.start < known.end) {
+        if self.ends.range(..run.end).next_back().is_some_and(|(_, end)| run.start < *end) {
             return;
         }
         self.pages += run.end - run.start;
+        self.ends.insert(run.start, run.end);
         self.runs.push_back(run.clone());
         while self.pages > PAGES_MAX || self.runs.len() > RUNS_MAX {
             let Some(oldest) = self.runs.pop_front() else { break };
             self.pages -= oldest.end - oldest.start;
+            self.ends.remove(&oldest.start);
         }
     }
 }
@@ -79,16 +83,14 @@ impl Wakings {
         lock(&self.touched).add(&run);
     }
 
-    /// The pages to bring back now, in order; `None` unless the client has just woken from a sleep, and wakings before this one
+    /// The pages to bring back now, in the order of their faults, which the program is likely to keep; `None` unless the client has just woken from a sleep, and wakings before this one
     /// are remembered.
     pub(crate) fn take_due(&self) -> Option<Vec<u64>> {
         // Faults of a client that is awake pay for one load.
         if !self.due.load(Ordering::Relaxed) || !self.due.swap(false, Ordering::Acquire) {
             return None;
         }
-        let mut pages: Vec<u64> = lock(&self.touched).runs.iter().cloned().flatten().collect();
-        pages.sort_unstable();
-        Some(pages)
+        Some(lock(&self.touched).runs.iter().cloned().flatten().collect())
     }
 }
 
@@ -113,7 +115,7 @@ mod tests {
         wakings.note_fault(7..8, T + WAKING_NS);
         wakings.note_fault(100..101, T + WAKING_NS + 1);
         wakings.note_fault(101..102, T + 1);
-        let expected: Vec<u64> = std::iter::once(7).chain(64..80).collect();
+        let expected: Vec<u64> = (64..80).chain([7]).collect();
         // The next waking ends without a fault after its second.
         for at in [2 * T, 3 * T] {
             wakings.sleep(at);
@@ -147,6 +149,6 @@ mod tests {
         assert_eq!((pages[0], pages[PAGES_MAX as usize - 1]), (640_000 - PAGES_MAX, 639_999));
         (0..10_000).for_each(|page| wakings.note_fault(page * 2..page * 2 + 1, T));
         let touched = lock(&wakings.touched);
-        assert_eq!((touched.runs.len(), touched.pages), (RUNS_MAX, RUNS_MAX as u64));
+        assert_eq!((touched.runs.len(), touched.ends.len(), touched.pages), (RUNS_MAX, RUNS_MAX, RUNS_MAX as u64));
     }
 }
