@@ -640,20 +640,69 @@ mod tests {
     fn a_client_that_sends_files_that_are_slow_to_close_is_gone_without_a_wait() {
         let packet = Packet { sequence: 1, ..Packet::new(Op::Regions) };
         does_not_wait_for_files_that_are_slow_to_close(packet.bytes(), |peer| {
-            let mut link = MergeClient {
-                socket: Arc::new(peer),
-                pagemap: Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).expect("our own"),
-                shared: Arc::new(Shared::of(0)),
-                sequence: 0,
-                held: Box::new([(NONE, 0); SEGMENTS_HELD]),
-                released: 0,
-                scan: Vec::new(),
-                room: 0,
-                away: false,
-                attached: None,
-            };
-            assert_eq!(link.regions(), Err(Gone));
+            assert_eq!(link(peer).regions(), Err(Gone));
         });
+    }
+
+    /// A client behind `peer`.
+    fn link(peer: Connection) -> MergeClient {
+        MergeClient {
+            socket: Arc::new(peer),
+            pagemap: Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).expect("our own"),
+            shared: Arc::new(Shared::of(0)),
+            sequence: 0,
+            held: Box::new([(NONE, 0); SEGMENTS_HELD]),
+            released: 0,
+            scan: Vec::new(),
+            room: 0,
+            away: false,
+            attached: None,
+        }
+    }
+
+    /// What the daemon gets of a client that lists every second page, `count` in all; if it `repeats`, each list is the first one.
+    fn listed(count: usize, repeats: bool) -> Result<Option<Vec<Range>>, Gone> {
+        let (ours, theirs) = sock::pair().expect("a pair");
+        let mut client = link(ours.into());
+        let shared = client.shared.clone();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let mut buffer = [0; size_of::<Packet>()];
+                while let Ok((got, _)) = sock::receive(&theirs, &mut buffer, 0)
+                    && let Some(request) = Packet::parse(&buffer[..got])
+                {
+                    let first = if repeats { 0 } else { (request.b / PAGE).div_ceil(2) as usize };
+                    let len = (count - first).min(LIST_MAX);
+                    for index in 0..len {
+                        let range = Range::pages_from(2 * (first + index) as u64 * PAGE, 1);
+                        let entry = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
+                        shared.channel.put_answer(index, entry);
+                    }
+                    let answer = Packet { count: len as u64, ..request };
+                    if sock::send(&theirs, answer.bytes(), &[]).is_err() {
+                        return;
+                    }
+                }
+            });
+            let regions = client.regions();
+            client.socket.shut();
+            regions
+        })
+    }
+
+    #[test]
+    fn long_lists_of_regions_are_asked_for_to_their_end() {
+        for count in [0, 1, LIST_MAX - 1, LIST_MAX, LIST_MAX + 1, 3 * LIST_MAX + 7] {
+            let regions = listed(count, false).expect("it lives").expect("it can tell");
+            assert!(regions.iter().copied().eq((0..count).map(|index| Range::pages_from(2 * index as u64 * PAGE, 1))));
+        }
+    }
+
+    #[test]
+    fn a_client_whose_list_does_not_end_is_asked_a_limited_number_of_times() {
+        let regions = listed(REGIONS_MAX + 3 * LIST_MAX, false).expect("it lives").expect("it can tell");
+        assert_eq!(regions.len(), REGIONS_MAX);
+        assert_eq!(listed(2 * LIST_MAX, true), Err(Gone), "a list that begins again");
     }
 
     /// The program waits for a batch, so its size bounds the wait: whatever pieces there are, and none is lost.
