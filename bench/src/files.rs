@@ -8,6 +8,16 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+/// Where cargo builds.
+pub fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()).into()
+}
+
+/// Where `bench/fetch-images.sh` puts its images.
+pub fn fetched_images() -> PathBuf {
+    target().join("bench-images")
+}
+
 /// Makes a file of `mib` MiB of noise.
 pub fn random_file(path: &Path, mib: usize, seed: u64) -> Result<(), Failure> {
     let mut random = Random(seed | 1);

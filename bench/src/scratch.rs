@@ -5,20 +5,18 @@ use pagefold_os::mountinfo;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A directory with mounts below it, both removed with this value; `keep` leaves its files.
+/// A directory with mounts below it, both removed with this value.
 pub struct Scratch {
     /// The directory.
     pub dir: PathBuf,
-    /// Whether its files stay.
-    pub keep: bool,
 }
 
 impl Scratch {
     /// Makes a directory of this run in `parent`.
-    pub fn new(parent: &Path, keep: bool) -> Result<Scratch, Failure> {
+    pub fn new(parent: &Path) -> Result<Scratch, Failure> {
         let dir = parent.join(format!("pagefold-bench-{}", std::process::id()));
         fs::create_dir_all(&dir).map_err(|error| format!("{}: {error}", dir.display()))?;
-        Ok(Scratch { dir: dir.canonicalize()?, keep })
+        Ok(Scratch { dir: dir.canonicalize()? })
     }
 
     /// A directory in it.
@@ -36,8 +34,6 @@ impl Drop for Scratch {
         for mount in ours.iter().rev() {
             let _ = crate::process::run("umount", &["-l", &mount.at.display().to_string()]);
         }
-        if !self.keep {
-            let _ = fs::remove_dir_all(&self.dir);
-        }
+        let _ = fs::remove_dir_all(&self.dir);
     }
 }

@@ -119,11 +119,6 @@ impl Row<'_> {
     fn json(&self, args: &Args) -> Value {
         let by = |way: Way| move |round: &[Measured]| saved_mib(round, way);
         let against_ksm = |way: Way| self.spread(move |round| ratio(saved_mib(round, way), saved_mib(round, Way::Ksm)));
-        let of_found = |way: Way| {
-            self.spread(move |round| {
-                ratio(saved_mib(round, way), of(round, way)?.found_mib.or(nothing(round)?.found_mib))
-            })
-        };
         let mut notes: Vec<&str> = self.measures().flat_map(|measured| &measured.notes).map(String::as_str).collect();
         notes.sort_unstable();
         notes.dedup();
@@ -136,19 +131,9 @@ impl Row<'_> {
             "run_saved_mib": self.spread(by(Way::Run)),
             "attach_against_ksm": against_ksm(Way::Attach),
             "run_against_ksm": against_ksm(Way::Run),
-            "ksm_of_found": of_found(Way::Ksm), "attach_of_found": of_found(Way::Attach),
-            "run_of_found": of_found(Way::Run),
-            "attach_own_mib": self.spread(|round| Some(of(round, Way::Attach)?.own_mib)),
-            "run_own_mib": self.spread(|round| Some(of(round, Way::Run)?.own_mib)),
-            "attach_counters": self.counted(Way::Attach), "run_counters": self.counted(Way::Run),
             "right": self.measures().all(|measured| measured.is_right),
             "notes": notes,
         })
-    }
-
-    /// The daemon's counters in the last round.
-    fn counted(&self, way: Way) -> Option<&Value> {
-        of(self.rounds.last()?, way)?.counted.as_ref()
     }
 
     fn measures(&self) -> impl Iterator<Item = &Measured> {
@@ -216,7 +201,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
     record::table(
         "coverage: memory of three instances with equal data, and what is saved of it (MiB)",
         "kind|before=before_mib:0|found=found_mib:0|KSM=ksm_saved_mib:0|attach=attach_saved_mib:0|run=run_saved_mib:0|\
-         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|KSM/found=ksm_of_found:2|attach/found=attach_of_found:2|run/found=run_of_found:2|right",
+         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|right",
         rows,
     );
     match wrong.is_empty() {
@@ -230,17 +215,17 @@ mod tests {
     use super::*;
 
     fn measured(way: Way, pss_mib: f64, found_mib: Option<f64>) -> Measured {
-        Measured { way, pss_mib, found_mib, own_mib: 2.0, is_right: true, counted: None, notes: vec!["a note".into()] }
+        Measured { way, pss_mib, found_mib, is_right: true, notes: vec!["a note".into()] }
     }
 
     #[test]
-    fn a_row_relates_what_is_saved_to_the_peer_and_to_the_dry_run() {
+    fn a_row_relates_what_is_saved_to_the_peer() {
         let args = Args::parse_from(["coverage"]);
         let round = |attach| {
             vec![
                 measured(Way::Nothing, 200.0, Some(125.0)),
                 measured(Way::Ksm, 100.0, None),
-                measured(Way::Attach, attach, Some(150.0)),
+                measured(Way::Attach, attach, None),
                 measured(Way::Run, 100.0, None),
             ]
         };
@@ -249,12 +234,7 @@ mod tests {
         let median = |field: &str| json[field]["median"].as_f64();
         assert_eq!((median("before_mib"), median("found_mib")), (Some(200.0), Some(125.0)));
         assert_eq!((median("ksm_saved_mib"), median("attach_saved_mib")), (Some(100.0), Some(120.0)));
-        assert_eq!((median("attach_against_ksm"), median("attach_of_found")), (Some(1.2), Some(0.8)));
-        assert_eq!(
-            (median("run_of_found"), median("ksm_of_found")),
-            (Some(0.8), Some(0.8)),
-            "by the instances with nothing"
-        );
+        assert_eq!((median("attach_against_ksm"), median("run_against_ksm")), (Some(1.2), Some(1.0)));
         assert_eq!((&json["right"], &json["notes"]), (&json!(true), &json!(["a note"])));
         row.rounds[1][2].is_right = false;
         assert_eq!(row.json(&args)["right"], json!(false), "one wrong byte in any round");

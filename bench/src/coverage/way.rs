@@ -6,8 +6,7 @@ use crate::process::{self, Failure};
 use crate::restore;
 use crate::tool::Daemon;
 use pagefold_os::{ksm, procfs};
-use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -31,15 +30,11 @@ pub struct Measured {
     pub way: Way,
     /// The sum of Pss of all processes of all instances, once it changes no more.
     pub pss_mib: f64,
-    /// What a dry run finds in these instances before anything is merged; none where they are merged from the start. Where blocks
-    /// lie in pages by chance, other instances of the same kind have more or less.
+    /// What a dry run finds in these instances; only with nothing. Where blocks lie in pages by chance, other instances of the same
+    /// kind have more or less.
     pub found_mib: Option<f64>,
-    /// Memory of the daemon.
-    pub own_mib: f64,
     /// Whether every instance still holds its data.
     pub is_right: bool,
-    /// What the daemon counts about its clients; only with ours.
-    pub counted: Option<Value>,
     /// What the tool says about programs that it does not manage.
     pub notes: Vec<String>,
 }
@@ -104,7 +99,7 @@ impl Way {
         };
         let mut instances = files.iter().enumerate().map(start).collect::<Result<Vec<_>, _>>()?;
         instances.iter().try_for_each(Instance::ready)?;
-        let found = if self == Way::Run { None } else { Some(found(&instances)?) };
+        let found = (self == Way::Nothing).then(|| found(&instances)).transpose()?;
         let mut notes = Vec::new();
         match (self, &engine) {
             (Way::Ksm, _) => ksm::write("run", 1)?,
@@ -112,12 +107,8 @@ impl Way {
             _ => {}
         }
         let pss = settle(&instances, if self == Way::Nothing { Rest::ALONE } else { rest });
-        let (mut own_bytes, mut counted) = (0, None);
         if let Engine::Ours(daemon) = &engine {
-            let status = daemon.status()?;
-            own_bytes = procfs::memory(status["pid"].as_i64().unwrap_or(0) as i32).map_or(0, |memory| memory.pss);
-            notes.extend(unmanaged(&status));
-            counted = Some(counters(&status));
+            notes.extend(unmanaged(&daemon.status()?));
         }
         let mut is_right = true;
         for instance in &mut instances {
@@ -128,15 +119,7 @@ impl Way {
         }
         let notes = notes.into_iter().map(|note| format!("{}: {note}", self.name())).collect();
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        Ok(Measured {
-            way: self,
-            pss_mib: mib(pss),
-            found_mib: found.map(mib),
-            own_mib: mib(own_bytes),
-            is_right,
-            counted,
-            notes,
-        })
+        Ok(Measured { way: self, pss_mib: mib(pss), found_mib: found.map(mib), is_right, notes })
     }
 }
 
@@ -209,23 +192,6 @@ fn found(instances: &[Instance]) -> Result<u64, Failure> {
     Ok(bytes("duplicate_bytes")? + bytes("zero_bytes")?)
 }
 
-/// What may say why less is saved than could be: sums over all clients.
-fn counters(status: &Value) -> Value {
-    let clients = || status["clients"].as_array().into_iter().flatten();
-    let sum = |field: &str| clients().filter_map(|client| client["stats"][field].as_u64()).sum::<u64>();
-    let mut not_merged = BTreeMap::<&str, u64>::new();
-    for (reason, pages) in clients().filter_map(|client| client["stats"]["not_merged"].as_object()).flatten() {
-        *not_merged.entry(reason).or_default() += pages.as_u64().unwrap_or(0);
-    }
-    let domains = || status["domains"].as_array().into_iter().flatten();
-    let left = domains().filter_map(|domain| domain["events"]["over_vma_budget_runs"].as_u64()).sum::<u64>();
-    json!({
-        "clients": clients().count(), "pages": sum("pages"), "pages_sharing": sum("pages_sharing"), "pages_huge": sum("pages_huge"),
-        "pages_unshared": sum("pages_unshared"), "pages_volatile": sum("pages_volatile"), "mappings": sum("mappings"),
-        "over_vma_budget_runs": left, "not_merged": not_merged,
-    })
-}
-
 /// Programs that are not managed, and why.
 fn unmanaged(status: &Value) -> Vec<String> {
     let processes = status["unmanaged_processes"].as_array().cloned().unwrap_or_default();
@@ -239,24 +205,12 @@ fn unmanaged(status: &Value) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn what_is_not_managed_is_told_with_its_reason() {
         let status = json!({ "unmanaged_processes": [{ "pid": 7, "name": "sh", "reason": "it is stopped" }] });
         assert_eq!(unmanaged(&status), ["sh is not managed: it is stopped"]);
         assert_eq!(unmanaged(&json!({})), Vec::<String>::new());
-    }
-
-    #[test]
-    fn counters_are_sums_over_all_clients() {
-        let client =
-            |pages: u64, pinned: u64| json!({ "stats": { "pages": pages, "not_merged": { "pinned": pinned } } });
-        let status = json!({ "clients": [client(5, 1), client(7, 2)], "domains": [{ "events": { "over_vma_budget_runs": 3 } }] });
-        let counted = counters(&status);
-        assert_eq!(
-            (&counted["clients"], &counted["pages"], &counted["over_vma_budget_runs"]),
-            (&json!(2), &json!(12), &json!(3))
-        );
-        assert_eq!(counted["not_merged"], json!({ "pinned": 3 }));
     }
 }

@@ -16,11 +16,13 @@ pub enum Part {
     Sharing,
     /// Guests: processor time.
     Overhead,
+    /// Guests: reads through NBD.
+    FrontEnds,
     /// Guests: copies of one file read with memory for one copy.
     MemoryForOne,
 }
 
-/// Disk images through the deduplicated cache, beside the kernel's page cache, plain FUSE and qcow2.
+/// Disk images through the deduplicated cache, beside the kernel's page cache, plain FUSE and KSM.
 #[derive(Parser, Debug)]
 #[command(
     name = "pagefold bench pagecache",
@@ -31,7 +33,7 @@ pub struct Args {
     pub part: Vec<Part>,
     #[command(flatten)]
     pub extent: Extent,
-    /// Images of bench/fetch-images.sh, which hold real packages, in addition to images made here.
+    /// Images of bench/fetch-images.sh, which hold real packages; without it target/bench-images, if it is there.
     #[arg(long, value_name = "DIR")]
     pub inputs: Option<PathBuf>,
     /// Serves a mount (used by the driver).
@@ -56,7 +58,7 @@ pub struct Size {
 impl Size {
     pub fn of(args: &Args) -> Size {
         let guests = GuestSize {
-            guests: &[2, 3],
+            guests: 2,
             tree_mib: 60,
             rounds: 4,
             file_mib: 128,
@@ -70,7 +72,7 @@ impl Size {
         }
         if args.extent.quick {
             let guests = GuestSize {
-                guests: &[2],
+                guests: 2,
                 tree_mib: 16,
                 rounds: 1,
                 file_mib: 32,
@@ -85,8 +87,8 @@ impl Size {
 
 /// How large the guests' inputs are.
 pub struct GuestSize {
-    /// Guests that share, one row group each.
-    pub guests: &'static [usize],
+    /// Guests that share.
+    pub guests: usize,
     /// How much of the kernel tree the images hold.
     pub tree_mib: u64,
     /// Rounds of the workload for comparing processor time.

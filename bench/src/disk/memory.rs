@@ -45,9 +45,7 @@ pub(super) fn memory(scratch: &Scratch, size: &Size, inputs: Option<&Path>) -> R
     if inputs.is_none() {
         eprintln!("SKIPPED: memory of real packages: bench/fetch-images.sh DIR, then --inputs DIR");
     }
-    for (inputs, name) in
-        inputs.iter().flat_map(|inputs| ["redis", "nginx", "mariadb", "postgres"].map(|name| (inputs, name)))
-    {
+    for (inputs, name) in inputs.iter().flat_map(|inputs| ["redis", "mariadb"].map(|name| (inputs, name))) {
         match upgraded_images(scratch, inputs, name) {
             Ok((directory, images)) => {
                 memory_of(scratch, &format!("Debian with {name}, two versions"), &directory, &images, &mut rows)?;
@@ -86,7 +84,7 @@ fn upgraded_images(scratch: &Scratch, inputs: &Path, name: &str) -> Result<(Path
     Ok((directory, images))
 }
 
-/// All images read through the kernel's page cache, as overlays on one base, and through the mount.
+/// All images read through the kernel's page cache, and through the mount.
 fn memory_of(
     scratch: &Scratch,
     what: &str,
@@ -109,9 +107,6 @@ fn memory_of(
         kernel += cached_bytes(image)?;
     }
     row("plain files, kernel's page cache", kernel);
-    if let Ok(bytes) = overlays(scratch, images) {
-        row("qcow2 overlays on one base (clones only)", bytes);
-    }
     images.iter().try_for_each(|image| drop_cached(image))?;
     let cache_mib = (unique_bytes >> 20) as usize + 64;
     let server = Server::start(scratch, Mount { cache_mib, ..Mount::cache(directory) })?;
@@ -121,26 +116,7 @@ fn memory_of(
             return Err("the mount gives other bytes than the file".into());
         }
     }
-    let status = server.status()?;
     let kept: u64 = images.iter().map(|image| cached_bytes(image)).sum::<Result<u64, _>>()?;
-    row("pagefold disk: blocks and bookkeeping", status.resident_bytes + status.metadata_bytes + kept);
     row("pagefold disk: growth of the process", server.anonymous_bytes()?.saturating_sub(idle) + kept);
     Ok(())
-}
-
-/// What the page cache would hold of a base and of overlays with the clusters that differ, all read.
-fn overlays(scratch: &Scratch, images: &[PathBuf]) -> Result<u64, Failure> {
-    let directory = scratch.sub("overlays")?;
-    let base = images[0].display().to_string();
-    let mut bytes = cached_bytes(&images[0])?;
-    for (n, image) in images.iter().enumerate().skip(1) {
-        let overlay = directory.join(format!("{n}.qcow2"));
-        let (from, to) = (image.display().to_string(), overlay.display().to_string());
-        run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", "-B", &base, "-F", "raw", &from, &to])?;
-        drop_cached(&overlay)?;
-        read_data(&overlay)?;
-        bytes += cached_bytes(&overlay)?;
-    }
-    std::fs::remove_dir_all(directory)?;
-    Ok(bytes)
 }

@@ -1,5 +1,4 @@
-//! Disk images through the deduplicated cache, beside plain files in the kernel's page cache, a plain FUSE
-//! pass-through, and qcow2 overlays on one base.
+//! Disk images through the deduplicated cache, beside plain files in the kernel's page cache and a plain FUSE pass-through.
 //!
 //! On the host: how fast warm reads are, and how much memory images take that differ by one package upgrade. Every read is
 //! checked against the content by a checksum, so no row can win by reading something else. With guests: see [`guests`].
@@ -10,6 +9,7 @@ mod memory;
 mod reads;
 mod server;
 
+use crate::files;
 use crate::process::{self, Failure};
 use crate::scratch::Scratch;
 use crate::{options, record};
@@ -40,13 +40,14 @@ fn measure(args: &Args) -> Result<(), Failure> {
     }
     record::emit_versions(json!({ "qemu": record::first_line(&["qemu-system-x86_64", "--version"]) }));
     let size = Size::of(args);
-    let scratch = Scratch::new(Path::new("/var/tmp"), false)?;
+    let inputs = args.inputs.clone().or_else(|| Some(files::fetched_images()).filter(|dir| dir.exists()));
+    let scratch = Scratch::new(Path::new("/var/tmp"))?;
     let wanted = |part: Part| args.part.is_empty() || args.part.contains(&part);
     if wanted(Part::Reads) {
         reads::reads(&scratch, &size)?;
     }
     if wanted(Part::Memory) {
-        memory::memory(&scratch, &size, args.inputs.as_deref())?;
+        memory::memory(&scratch, &size, inputs.as_deref())?;
     }
     guests::measure(&scratch, &size.guests, &wanted)
 }

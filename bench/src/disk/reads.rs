@@ -7,7 +7,7 @@ use crate::process::Failure;
 use crate::record;
 use crate::scratch::Scratch;
 use crate::stats::{Random, quartiles};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -43,19 +43,6 @@ fn sequential_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
     Ok(count as f64 / started.elapsed().as_secs_f64())
 }
 
-/// Reads a file in single blocks in a random order, so that no two neighbours lie beside each other in a cache.
-fn read_in_pieces(path: &Path) -> Result<(), Failure> {
-    let file = File::open(path)?;
-    let blocks = file.metadata()?.len() / 4096;
-    let (mut buffer, mut at) = ([0; 4096], 0);
-    for _ in 0..blocks {
-        // A step without a common divisor with the count passes by every block once.
-        at = (at + 7_368_787) % blocks;
-        file.read_exact_at(&mut buffer, at * 4096)?;
-    }
-    Ok(())
-}
-
 pub(super) fn reads(scratch: &Scratch, size: &Size) -> Result<(), Failure> {
     let directory = scratch.sub("reads")?;
     let path = directory.join("image");
@@ -63,16 +50,10 @@ pub(super) fn reads(scratch: &Scratch, size: &Size) -> Result<(), Failure> {
     let cache_mib = size.file_mib + 64;
     let ours = Server::start(scratch, Mount { cache_mib, ..Mount::cache(&directory) })?;
     let plain = Server::start(scratch, Mount { kind: "plain".into(), ..Mount::cache(&directory) })?;
-    // One directory is served once: the second mount has the same file under another.
-    let clone = scratch.sub("clone")?;
-    std::fs::hard_link(&path, clone.join("image"))?;
-    let scattered = Server::start(scratch, Mount { cache_mib, name: "scattered".into(), ..Mount::cache(&clone) })?;
-    read_in_pieces(&scattered.at.join("image"))?;
     let places = [
         ("plain file, kernel's page cache", path.clone()),
         ("plain FUSE pass-through", plain.at.join("image")),
         ("pagefold disk", ours.at.join("image")),
-        ("pagefold disk, blocks brought in at random", scattered.at.join("image")),
     ];
     let sums = places.iter().map(|(_, place)| read_through(place)).collect::<Result<Vec<_>, _>>()?;
     if sums.windows(2).any(|pair| pair[0] != pair[1]) {
@@ -94,21 +75,11 @@ pub(super) fn reads(scratch: &Scratch, size: &Size) -> Result<(), Failure> {
             "sequential_mib_per_s": sequential.0, "sequential_spread_percent": sequential.1,
         })
     });
-    let mut rows: Vec<Value> = rows.collect();
-    for field in ["random_4k_per_s", "sequential_mib_per_s"] {
-        let plain = rows[1][field].as_f64().unwrap_or(f64::NAN);
-        for row in &mut rows {
-            row[format!("{field}_against_fuse")] = json!(row[field].as_f64().map(|rate| rate / plain));
-        }
-    }
     record::table(
-        &format!(
-            "Warm reads of one file, one thread: median of {SLICES} slices, half between the quartiles, of plain FUSE's"
-        ),
-        "name|4 KiB random/s=random_4k_per_s:0|+-=random_spread_percent:1 %|of FUSE=random_4k_per_s_against_fuse:2 x|\
-         1 MiB sequential, MiB/s=sequential_mib_per_s:0|+-=sequential_spread_percent:1 %|\
-         of FUSE=sequential_mib_per_s_against_fuse:2 x",
-        rows,
+        &format!("Warm reads of one file, one thread: median of {SLICES} slices, half between the quartiles"),
+        "name|4 KiB random/s=random_4k_per_s:0|+-=random_spread_percent:1 %|\
+         1 MiB sequential, MiB/s=sequential_mib_per_s:0|+-=sequential_spread_percent:1 %",
+        rows.collect(),
     );
     Ok(())
 }

@@ -26,13 +26,13 @@ const THREADS: usize = 8;
 pub(super) struct Mount {
     /// `cache`, or `plain` for the pass-through.
     pub(super) kind: String,
-    /// Part of the mount point's name, for a second mount of a kind.
-    pub(super) name: String,
     /// The directory that it serves.
     pub(super) directory: PathBuf,
     pub(super) cache_mib: usize,
     /// Where fingerprints are kept, if anywhere.
     pub(super) fingerprints: Option<PathBuf>,
+    /// A socket for NBD.
+    pub(super) nbd: Option<PathBuf>,
     /// The control group that the server is charged to.
     pub(super) group: Option<PathBuf>,
     /// Words of a program that runs the server.
@@ -55,7 +55,7 @@ pub(super) struct Server {
 
 impl Server {
     pub(super) fn start(scratch: &Scratch, mount: Mount) -> Result<Self, Failure> {
-        let at = scratch.sub(&format!("mnt-{}{}", mount.kind, mount.name))?;
+        let at = scratch.sub(&format!("mnt-{}", mount.kind))?;
         let runtime = scratch.sub("run")?;
         let own = process::own("pagecache")?;
         let mut command = match mount.under.split_first() {
@@ -129,7 +129,7 @@ pub(super) fn serve(mount: &str) -> Result<(), Failure> {
         fingerprints: mount.fingerprints,
         read_only: false,
         allow_other: false,
-        nbd: None,
+        nbd: mount.nbd,
         grace: Duration::from_secs(1),
     };
     Ok(mount::serve(&options, |_| ())?)

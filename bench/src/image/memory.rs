@@ -6,9 +6,8 @@ use crate::process::{Failure, sh};
 use crate::scratch::Scratch;
 use pagefold_image::mount::{self, Options};
 use pagefold_image::progress::Progress;
-use pagefold_image::stat::resident_bytes;
+use pagefold_image::scan;
 use pagefold_image::store::{Record, Store};
-use pagefold_image::{export, scan};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -139,27 +138,6 @@ impl Ways<'_> {
         Ok(fs::remove_dir_all(&linked)?)
     }
 
-    /// Self-contained EROFS images, mounted from their files.
-    fn erofs(&mut self, store: &Store, records: &[Record; 2]) -> Result<(), Failure> {
-        let mut bytes = 0;
-        for (number, record) in records.iter().enumerate() {
-            let file = self.scratch.dir.join(format!("{}-{number}.erofs", self.pair.name));
-            let at = self.dir(&format!("erofs-{number}"))?;
-            export::to_file(&file, |out| {
-                export::erofs_full(store, &store.tree(&record.digest)?, out, &Progress::silent())
-            })?;
-            evict([file.clone()]);
-            mount_erofs(&file, &at)?;
-            let list = files(&at);
-            read_all(&list)?;
-            bytes += resident(list.into_iter().map(|(path, _)| path), false) + resident_bytes(&file, false)?;
-            sh(&format!("umount {}", at.display()))?;
-            fs::remove_file(&file)?;
-        }
-        self.row("EROFS images", bytes, 0);
-        Ok(())
-    }
-
     fn composefs(&mut self, composefs: &Composefs) -> Result<(), Failure> {
         let (objects, images) = (self.dir("cfs")?, self.dir("cfs-images")?);
         let mut mounts = Vec::new();
@@ -215,14 +193,10 @@ pub(super) fn memory_of_pair(
     ways.hard_links()?;
     let store = Store::open(&scratch.dir.join(format!("store-{}", pair.name)), "default")?;
     let records = [build_tree(&store, "1", &pair.plain[0])?.0, build_tree(&store, "2", &pair.plain[1])?.0];
-    ways.erofs(&store, &records)?;
     if let Some(composefs) = composefs {
         ways.composefs(composefs)?;
     }
     let mounts = ways.pagefold(&store, &records)?;
-    out.push(json!({ "bench": "predicted", "pair": pair.name, "total_bytes": predicted.total_bytes,
-        "file_percent": predicted.file.percent, "chunk_64k_percent": predicted.chunk_64k.percent,
-        "chunk_16k_percent": predicted.chunk_16k.percent, "page_4k_percent": predicted.page_4k.percent }));
     Ok((store, mounts, records))
 }
 

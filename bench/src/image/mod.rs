@@ -3,8 +3,8 @@
 //! Memory is counted on the files themselves (cachestat, or mincore through a mount), every inode once, never by the
 //! system's `Cached` line. Between two readings the counted files are evicted from the page cache by fadvise.
 //!
-//! Peers: plain directories, overlayfs with a shared base layer, a hard-linked store, self-contained EROFS images, and
-//! composefs' own mkcomposefs and mount.composefs where they are installed or `bench/fetch-images.sh` has put them.
+//! Peers: plain directories, overlayfs with a shared base layer, a hard-linked store, and composefs' own mkcomposefs and
+//! mount.composefs where they are installed or `bench/fetch-images.sh` has put them.
 
 mod composefs;
 mod many;
@@ -13,6 +13,7 @@ mod table;
 mod times;
 mod trees;
 
+use crate::files::{fetched_images, target};
 use crate::process::{self, Failure, sh};
 use crate::scratch::Scratch;
 use crate::stats::Random;
@@ -46,9 +47,6 @@ struct Args {
     /// With --full: this pair only.
     #[arg(long, value_name = "NAME")]
     pair: Option<String>,
-    /// With --full: without times, for busy machines.
-    #[arg(long, conflicts_with = "timed")]
-    counts: bool,
     /// With --full: times only.
     #[arg(long)]
     timed: bool,
@@ -61,9 +59,6 @@ struct Args {
     /// Where trees and stores are made.
     #[arg(long, value_name = "SCRATCH")]
     dir: Option<PathBuf>,
-    /// Keep trees and stores.
-    #[arg(long)]
-    keep: bool,
     /// JSON instead of tables.
     #[arg(long)]
     json: bool,
@@ -182,7 +177,7 @@ fn full(
         }
         sh(&format!("sync -f {}", scratch.dir.display()))?;
         let pair = Pair { name, plain: [plain.remove(0), plain.remove(0)], layers: Some(layers) };
-        if !args.counts && name == PAIRS[0].0 {
+        if name == PAIRS[0].0 {
             build_speed(scratch, &pair.plain[0], composefs, 5, out)?;
         }
         let (store, mounts, record) = if args.timed {
@@ -199,12 +194,10 @@ fn full(
             let [record, _] = records;
             (store, mounts.to_vec(), record)
         };
-        if !args.counts {
-            let started = Started { plain: &pair.plain[0], mounted: &mounts[0], store: &store, record: &record };
-            cold_start(scratch, &started, composefs, start, 21, out)?;
-            if name == "tensorflow" {
-                throughput(&pair.plain[0], &mounts[0], 15, out)?;
-            }
+        let started = Started { plain: &pair.plain[0], mounted: &mounts[0], store: &store, record: &record };
+        cold_start(scratch, &started, composefs, start, 21, out)?;
+        if name == "tensorflow" {
+            throughput(&pair.plain[0], &mounts[0], 15, out)?;
         }
         for at in &mounts {
             mount::umount(at, true)?;
@@ -239,9 +232,8 @@ fn measure(args: &Args) -> Result<(), Failure> {
         eprintln!("SKIPPED: bench erofs needs root to mount");
         return Ok(());
     }
-    let target = PathBuf::from(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()));
-    let scratch = Scratch::new(args.dir.as_ref().unwrap_or(&target), args.keep)?;
-    let inputs = args.inputs.clone().unwrap_or_else(|| target.join("bench-images"));
+    let scratch = Scratch::new(&args.dir.clone().unwrap_or_else(target))?;
+    let inputs = args.inputs.clone().unwrap_or_else(fetched_images);
     // The file that the script writes last.
     if args.full && !inputs.join("versions").exists() {
         fetch(&inputs)?;
@@ -260,7 +252,6 @@ fn measure(args: &Args) -> Result<(), Failure> {
     };
     record::emit_versions(json!({
         "composefs": tools.map(Composefs::version),
-        "mkfs.erofs": record::first_line(&["mkfs.erofs", "--version"]),
         "inputs": fs::read_to_string(inputs.join("versions")).unwrap_or_default().lines().collect::<Vec<_>>(),
     }));
     table::print(&rows);

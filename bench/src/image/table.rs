@@ -4,17 +4,11 @@ use crate::table::{counted, print as print_rows};
 use serde_json::Value;
 
 /// Kind of a row, title of its table, columns.
-const TABLES: [(&str, &str, &str); 7] = [
+const TABLES: [(&str, &str, &str); 6] = [
     (
         "read-all",
         "Every file of both versions read: memory by each way of keeping the trees",
         "pair|peer|MiB=resident_bytes:M1|metadata MiB=metadata_bytes:M1|saved=saved_percent:1 %|of ideal=of_ideal_percent:1 %",
-    ),
-    (
-        "predicted",
-        "What sharing could save, by the unit that is shared",
-        "pair|MiB=total_bytes:M1|files=file_percent:1 %|64 KiB=chunk_64k_percent:1 %|16 KiB=chunk_16k_percent:1 %|\
-         4 KiB=page_4k_percent:1 %",
     ),
     (
         "run time",
@@ -30,8 +24,7 @@ const TABLES: [(&str, &str, &str); 7] = [
     (
         "cold start",
         "Programs started with cold caches, against a plain directory",
-        "peer|command|ms:1|least=ms_min:1|most=ms_max:1|ratio:3 x|of the fastest=ratio_of_fastest:3|\
-         round by round=round_ratio:3|low=round_ratio_low:3|high=round_ratio_high:3|CPU=cpu_ratio:3",
+        "peer|command|ms:1|least=ms_min:1|most=ms_max:1|ratio:3 x|of the fastest=ratio_of_fastest:3|CPU=cpu_ratio:3",
     ),
     (
         "build",

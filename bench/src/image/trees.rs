@@ -1,6 +1,6 @@
 //! Trees of files as the parts of the bench handle them: read, built, mounted, counted in the page cache, and evicted from it.
 
-use crate::process::{Failure, sh};
+use crate::process::Failure;
 use pagefold_image::build;
 use pagefold_image::build::Omissions;
 use pagefold_image::progress::Progress;
@@ -50,21 +50,6 @@ pub(super) fn read_all(list: &[(PathBuf, u64)]) -> Result<u64, Failure> {
 
 pub(super) fn resident(list: impl IntoIterator<Item = PathBuf>, mapped: bool) -> u64 {
     list.into_iter().map(|path| resident_bytes(&path, mapped).unwrap_or(0)).sum()
-}
-
-/// Mounts a self-contained EROFS image from its plain file, without caching the file a second time.
-pub(super) fn mount_erofs(file: &Path, at: &Path) -> Result<(), Failure> {
-    use std::os::unix::ffi::OsStrExt;
-    let path = |path: &Path| std::ffi::CString::new(path.as_os_str().as_bytes());
-    let (source, target) = (path(file)?, path(at)?);
-    // SAFETY: all strings are NUL-terminated and live across the call.
-    let result = unsafe {
-        libc::mount(source.as_ptr(), target.as_ptr(), c"erofs".as_ptr(), libc::MS_RDONLY, c"directio".as_ptr().cast())
-    };
-    if result == 0 {
-        return Ok(());
-    }
-    Ok(sh(&format!("mount -t erofs -o ro,loop {} {}", file.display(), at.display()))?)
 }
 
 pub(super) fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Record, Duration), Failure> {

@@ -34,18 +34,9 @@ pub struct Args {
     /// This part only; without it all but guests (with --full: all).
     #[arg(long, value_enum)]
     pub only: Option<Part>,
-    /// merge: files, zero, scattered, huge or runs-N only.
-    #[arg(long, value_name = "NAME", value_parser = parse_layout)]
+    /// merge: files, zero, scattered or huge only.
+    #[arg(long, value_enum)]
     pub layout: Option<Layout>,
-    /// merge: the engine of that name in the table, or all with names that begin with it.
-    #[arg(long, value_name = "NAME")]
-    pub engine: Option<String>,
-    /// merge: the number of processes.
-    #[arg(long, value_name = "N")]
-    pub processes: Option<u64>,
-    /// merge: MiB of each process.
-    #[arg(long, value_name = "N")]
-    pub mib: Option<u64>,
     /// Runs of each row (guests: at most 3); the median and the spread are shown.
     #[arg(long, value_name = "N", value_parser = positive)]
     rounds: Option<usize>,
@@ -60,10 +51,6 @@ pub struct Args {
     /// A daemon (used by the driver).
     #[arg(long, hide = true, num_args = 4)]
     pub daemon: Vec<String>,
-}
-
-fn parse_layout(name: &str) -> Result<Layout, String> {
-    Layout::parse(name).ok_or_else(|| "no such layout".into())
 }
 
 impl Args {
@@ -85,10 +72,10 @@ impl Args {
             (_, true) => (12, 512),
             _ => (8, 160),
         };
-        let shape = Shape { layout, processes: self.processes.unwrap_or(processes), mib: self.mib.unwrap_or(mib) };
+        let shape = Shape { layout, processes, mib };
         let (available, _) = procfs::available_and_total();
         if shape.pages() * 4096 > available / 10 * 9 {
-            let (processes, mib, available) = (shape.processes, shape.mib, available >> 20);
+            let available = available >> 20;
             return Err(format!("{processes} processes of {mib} MiB do not fit into {available} MiB").into());
         }
         Ok(shape)
@@ -97,6 +84,6 @@ impl Args {
     /// The engines that are compared where one of each is enough, the peer first.
     pub fn pair(&self) -> Vec<Engine> {
         let ours = Engine::Ours { workers: 1, predict: true };
-        if self.no_ksm { vec![ours] } else { vec![Engine::Ksm { smart_scan: 1 }, ours] }
+        if self.no_ksm { vec![ours] } else { vec![Engine::Ksm, ours] }
     }
 }

@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 pub enum Engine {
     /// pagefold with this many workers; `predict` as the daemon does by default.
     Ours { workers: usize, predict: bool },
-    /// KSM at full speed, with this `smart_scan`.
-    Ksm { smart_scan: i64 },
+    /// KSM at full speed.
+    Ksm,
 }
 
 impl Engine {
@@ -29,7 +29,7 @@ impl Engine {
                 let (more, way) = (if workers > 1 { "s" } else { "" }, if predict { "" } else { ", hashed" });
                 format!("pagefold, {workers} worker{more}{way}")
             }
-            Engine::Ksm { smart_scan } => format!("KSM, smart_scan {smart_scan}"),
+            Engine::Ksm => "KSM, smart_scan 1".to_owned(),
         }
     }
 }
@@ -90,14 +90,14 @@ impl Running {
                 wait_for("the daemon", Duration::from_secs(10), || running.status().ok())?;
                 Ok(running)
             }
-            Engine::Ksm { smart_scan } => {
+            Engine::Ksm => {
                 let settings = ksm::Settings::take()?;
                 for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("run", 0)] {
                     ksm::write(name, value)?;
                 }
                 // Older kernels lack both.
                 let _ = ksm::write("use_zero_pages", 1);
-                let _ = ksm::write("smart_scan", smart_scan);
+                let _ = ksm::write("smart_scan", 1);
                 let mut running = Running::Ksm(settings, ksm_peer::scanner()?, 0);
                 let before = running.look().merged;
                 if let Running::Ksm(_, _, held) = &mut running {

@@ -2,17 +2,18 @@
 
 use super::args::Args;
 use super::engine::{Engine, Running};
-use super::settle::{PERIOD, Pace, QUIET, pace, settle};
+use super::settle::{PERIOD, QUIET, pace, settle};
 use super::workload::{Layout, Shape};
 use crate::process::Failure;
 use crate::record;
 use crate::stats::Spread;
+use clap::ValueEnum;
 use serde_json::json;
 
 /// One run of an engine over a workload, until nothing more is merged.
 struct Merged {
     pages: u64,
-    pace: Pace,
+    wall_us: Option<f64>,
     cpu_s: f64,
     before_mib: f64,
     /// Sum of the processes' proportional memory, plus all memory of the engine.
@@ -32,7 +33,7 @@ fn merge_once(engine: Engine, shape: Shape) -> Result<Merged, Failure> {
     workload.check()?;
     Ok(Merged {
         pages: last.merged,
-        pace: pace(&samples),
+        wall_us: pace(&samples),
         cpu_s: (last.cpu_ns - samples[0].cpu_ns) as f64 / 1e9,
         before_mib: before as f64 / 1048576.0,
         after_mib: after as f64 / 1048576.0,
@@ -59,18 +60,14 @@ fn engines(args: &Args) -> Vec<Engine> {
         Engine::Ours { workers: 1, predict: false },
     ];
     if !args.no_ksm {
-        engines.extend([Engine::Ksm { smart_scan: 1 }, Engine::Ksm { smart_scan: 0 }]);
-    }
-    if let Some(name) = &args.engine {
-        let whole = engines.iter().any(|engine| engine.name() == *name);
-        engines.retain(|engine| if whole { engine.name() == *name } else { engine.name().starts_with(name) });
+        engines.push(Engine::Ksm);
     }
     engines
 }
 
 /// Measures merging, a table for each layout.
 pub fn merge(args: &Args) -> Result<(), Failure> {
-    for layout in args.layout.map_or_else(|| Layout::ALL.to_vec(), |layout| vec![layout]) {
+    for layout in args.layout.map_or_else(|| Layout::value_variants().to_vec(), |layout| vec![layout]) {
         let shape = args.shape(layout)?;
         let mut runs: Vec<(Engine, Vec<Merged>)> =
             engines(args).into_iter().map(|engine| (engine, Vec::new())).collect();
@@ -80,7 +77,7 @@ pub fn merge(args: &Args) -> Result<(), Failure> {
             }
             eprintln!("{}: round {} of {}", layout.name(), round + 1, args.rounds());
         }
-        let peer = runs.iter().find(|(engine, _)| matches!(engine, Engine::Ksm { .. }));
+        let peer = runs.iter().find(|(engine, _)| *engine == Engine::Ksm);
         let peer = peer.map(|(_, runs)| spread(runs, |run| Some(run.cpu_us())).median);
         let rows = runs.iter().map(|(engine, runs)| {
             let median = |of: &dyn Fn(&Merged) -> f64| spread(runs, |run| Some(of(run))).median;
@@ -89,18 +86,16 @@ pub fn merge(args: &Args) -> Result<(), Failure> {
                 "part": "merge", "layout": layout.name(), "engine": engine.name(), "processes": shape.processes,
                 "mib_each": shape.mib, "pages_merged": median(&|run| run.pages as f64), "cpu_us_per_page": cpu,
                 "speed_against_ksm": peer.map(|peer| peer / cpu.median),
-                "wall_us_per_page": spread(runs, |run| run.pace.merging_us),
-                "wall_us_per_page_from_start": spread(runs, |run| Some(run.pace.from_start_us)),
+                "wall_us_per_page": spread(runs, |run| run.wall_us),
                 "memory_before_mib": median(&|run| run.before_mib), "memory_after_mib": median(&|run| run.after_mib),
                 "records_mib": median(&|run| run.metadata_mib),
                 "freeze_us_p99": runs[0].freeze_us_p99.map(|_| spread(runs, |run| run.freeze_us_p99)),
             })
         });
         record::table(
-            "merging: time per merged page, on the wall between the first and the last of them and from the request to merge;\n\
-             memory; and the longest 1 % of waits",
+            "merging: time per merged page, on the wall between the first and the last of them; memory; and the longest 1 % of waits",
             "layout|engine|merged=pages_merged:0|CPU us/page=cpu_us_per_page:2|speed=speed_against_ksm:2 x|\
-             wall us/page=wall_us_per_page:2|from the request=wall_us_per_page_from_start:2|\
+             wall us/page=wall_us_per_page:2|\
              before MiB=memory_before_mib:0|after MiB=memory_after_mib:0|records MiB=records_mib:1|\
              wait p99 us=freeze_us_p99:0",
             rows.collect(),

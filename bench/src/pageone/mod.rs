@@ -6,8 +6,8 @@
 //! files in huge pages, as the memory of virtual machines is.
 //!
 //! One worker's speed is pages merged per second of its processor time (daemon and agents together; ksmd's for KSM): on a
-//! machine that others use too, wall time would measure them. Wall time is shown beside it, for every engine by the same two
-//! clocks: while it merges, and from the request to merge ([`settle::pace`]).
+//! machine that others use too, wall time would measure them. Wall time while it merges is shown beside it, for every
+//! engine by the same rule ([`settle::pace`]).
 
 mod args;
 mod churn;

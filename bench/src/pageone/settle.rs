@@ -13,26 +13,16 @@ const RUN_MAX: Duration = Duration::from_secs(600);
 /// The period of our watch stage where it is not what is measured.
 pub const PERIOD: Duration = Duration::from_millis(500);
 
-/// Wall time per page, in microseconds, until 99 % of the pages were merged.
-pub struct Pace {
-    /// Between the first look that saw a merged page and the end; none if one look saw all of them. Leaves out the time
-    /// before the first merge: our silent periods, KSM's pass that only takes checksums.
-    pub merging_us: Option<f64>,
-    /// From the request to merge, everything included.
-    pub from_start_us: f64,
-}
-
-/// The pace that these looks show, by the same rule for every engine.
-pub fn pace(samples: &[Look]) -> Pace {
+/// Wall time per page, in microseconds, by the same rule for every engine: from the first look that saw a merged page until 99 % of
+/// the pages were merged; none if one look saw all of them. Leaves out the time before the first merge: our silent periods, KSM's
+/// pass that only takes checksums.
+pub fn pace(samples: &[Look]) -> Option<f64> {
     let start = samples[0];
     let total = samples[samples.len() - 1].merged;
     let end = *samples.iter().find(|sample| sample.merged * 100 >= total * 99).unwrap_or(&start);
     let first = *samples.iter().find(|sample| sample.merged > start.merged).unwrap_or(&end);
-    let us = |from: Look, pages: u64| (end.at - from.at).as_secs_f64() * 1e6 / pages.max(1) as f64;
-    Pace {
-        merging_us: (end.merged > first.merged).then(|| us(first, end.merged - first.merged)),
-        from_start_us: us(start, end.merged - start.merged),
-    }
+    let us = (end.at - first.at).as_secs_f64() * 1e6;
+    (end.merged > first.merged).then(|| us / (end.merged - first.merged) as f64)
 }
 
 /// Merges until nothing changes for `quiet`; returns a look for each change.
@@ -71,17 +61,10 @@ mod tests {
         let began = Instant::now();
         // A second without a merge, for silence or for checksums, then 1000 pages every 40 ms.
         let seen = pace(&looks(began, &[(0, 0), (1000, 1000), (1040, 2000), (1080, 3000), (1120, 4000), (9000, 4001)]));
-        assert_eq!((seen.merging_us, seen.from_start_us), (Some(40.0), 280.0));
-        // A later first merge changes the second figure only.
+        assert_eq!(seen, Some(40.0));
         let later = pace(&looks(began, &[(0, 0), (3000, 1000), (3040, 2000), (3080, 3000), (3120, 4000)]));
-        assert_eq!((later.merging_us, later.from_start_us), (Some(40.0), 780.0));
-    }
-
-    #[test]
-    fn pages_that_one_look_saw_have_no_merging_pace() {
-        let seen = pace(&looks(Instant::now(), &[(0, 0), (100, 1000)]));
-        assert_eq!((seen.merging_us, seen.from_start_us), (None, 100.0));
-        let nothing = pace(&looks(Instant::now(), &[(0, 0)]));
-        assert_eq!((nothing.merging_us, nothing.from_start_us), (None, 0.0));
+        assert_eq!(later, Some(40.0), "a later first merge changes nothing");
+        // Pages that one look saw have no pace.
+        assert_eq!((pace(&looks(began, &[(0, 0), (100, 1000)])), pace(&looks(began, &[(0, 0)]))), (None, None));
     }
 }

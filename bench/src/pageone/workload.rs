@@ -2,6 +2,7 @@
 
 use crate::process::{self, Failure, Running};
 use crate::stats::{Random, quantile};
+use clap::ValueEnum;
 use pagefold_agent::client::{Client, Region};
 use pagefold_os::{PAGE_SIZE, procfs};
 use std::io::{BufRead, BufReader, Write};
@@ -13,47 +14,26 @@ use std::time::{Duration, Instant};
 const FILE_PAGES: u64 = 5120;
 
 /// How the data lies in the processes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Layout {
     /// Files of 20 MB in an order of each process's own.
     Files,
     /// The same, each page with a prefix of zeros.
     Zero,
-    /// Single pages in an order of each process's own: no two duplicates are neighbours.
+    /// Single pages in an order of each process's own: no two duplicates are neighbours. Our worst case.
     Scattered,
-    /// As `Files`, in memory that is asked to be huge pages.
+    /// As `Files`, in memory that is asked to be huge pages, as that of virtual machines is.
     Huge,
-    /// Runs of this many pages in an order of each process's own.
-    Runs(u64),
 }
 
 impl Layout {
-    /// The layouts of the published tests, our worst case, and memory as that of virtual machines is.
-    pub const ALL: [Layout; 4] = [Layout::Files, Layout::Zero, Layout::Scattered, Layout::Huge];
-
-    /// Its name, which [`Layout::parse`] reads.
+    /// Its name, as options have it.
     pub fn name(self) -> String {
-        match self {
-            Layout::Files => "files".into(),
-            Layout::Zero => "zero".into(),
-            Layout::Scattered => "scattered".into(),
-            Layout::Huge => "huge".into(),
-            Layout::Runs(pages) => format!("runs-{pages}"),
-        }
-    }
-
-    /// Reads a name.
-    pub fn parse(name: &str) -> Option<Layout> {
-        let runs = name.strip_prefix("runs-").and_then(|pages| pages.parse().ok()).filter(|pages| *pages > 0);
-        runs.map(Layout::Runs).or_else(|| Layout::ALL.into_iter().find(|layout| layout.name() == name))
+        self.to_possible_value().expect("no layout is skipped").get_name().to_owned()
     }
 
     fn unit(self) -> u64 {
-        match self {
-            Layout::Files | Layout::Zero | Layout::Huge => FILE_PAGES,
-            Layout::Scattered => 1,
-            Layout::Runs(pages) => pages,
-        }
+        if self == Layout::Scattered { 1 } else { FILE_PAGES }
     }
 }
 
@@ -196,7 +176,7 @@ enum Memory {
 /// A process of the workload.
 pub fn member(args: &[String]) -> Result<(), Failure> {
     let [layout, mib, number, socket @ ..] = args else { return Err("--client LAYOUT MIB NUMBER [SOCKET]".into()) };
-    let layout = Layout::parse(layout).ok_or("no such layout")?;
+    let layout = Layout::from_str(layout, false)?;
     let (mib, number): (u64, u64) = (mib.parse()?, number.parse()?);
     let pages = mib * 256;
     let len = pages as usize * PAGE_SIZE;

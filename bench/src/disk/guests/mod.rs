@@ -1,6 +1,7 @@
 //! Disk images under real guests: what is shared beside KSM, what it costs the guests, and what it saves when the host
 //! has memory for one copy of what four guests read.
 
+mod front_ends;
 mod machines;
 mod overhead;
 mod pressure;
@@ -18,7 +19,7 @@ use std::process::Command;
 
 /// Measures the wanted parts. A part that fails does not take the others' rows with it.
 pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part) -> bool) -> Result<(), Failure> {
-    let parts = [Part::Sharing, Part::Overhead, Part::MemoryForOne].map(|part| (part, wanted(part)));
+    let parts = [Part::Sharing, Part::Overhead, Part::FrontEnds, Part::MemoryForOne].map(|part| (part, wanted(part)));
     if parts.iter().all(|(_, wanted)| !wanted) {
         return Ok(());
     }
@@ -30,8 +31,7 @@ pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part)
         }
     };
     record::emit_versions(json!({ "guest_kernel": boot.version }));
-    let most = size.guests.iter().copied().max().unwrap_or(0);
-    let (directory, images) = tree_images(scratch, size.tree_mib, most)?;
+    let (directory, images) = tree_images(scratch, size.tree_mib, size.guests)?;
     let mut failed = Vec::new();
     for (part, _) in parts.into_iter().filter(|(_, wanted)| *wanted) {
         eprintln!("pagecache: {part:?}");
@@ -39,8 +39,9 @@ pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part)
             Part::Sharing => sharing::sharing(scratch, &boot, &directory, &images, size),
             Part::Overhead => {
                 let count = if size.all_peers { 2 } else { 1 };
-                overhead::overhead(scratch, &boot, &directory, &images[..count.min(most)], size)
+                overhead::overhead(scratch, &boot, &directory, &images[..count], size)
             }
+            Part::FrontEnds => front_ends::front_ends(scratch, &boot, &directory, &images[0], size),
             _ => pressure::pressure(scratch, &boot, size),
         };
         failed.extend(outcome.err().map(|error| format!("{part:?}: {error}")));

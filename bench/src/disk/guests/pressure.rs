@@ -47,23 +47,18 @@ pub(super) fn pressure(scratch: &Scratch, boot: &Boot, size: &GuestSize) -> Resu
         }
     };
     let fingerprints = scratch.sub("guest-fingerprints")?;
-    if !size.all_peers {
-        learn(scratch, &directory, &copies, size, &fingerprints)?;
-    }
+    learn(scratch, &directory, &copies, size, &fingerprints)?;
     let plain_files = Pressed { name: "plain files, kernel's page cache", ..Pressed::default() };
     let cached = Pressed { name: "pagefold disk", cached: true, ..Pressed::default() };
     let known = Some(&*fingerprints);
     let (mut plain, mut rows) = ((0.0, 0.0), Vec::new());
     for how in [
         plain_files,
-        Pressed { name: "the same, KSM on the guests (its default rate)", with_ksm: true, long: true, ..plain_files },
+        Pressed { name: "the same, KSM on the guests (its default rate)", with_ksm: true, ..plain_files },
         cached,
-        Pressed { name: "pagefold disk, fingerprints being learnt", store: known, long: true, ..cached },
         Pressed { name: "pagefold disk, fingerprints known", store: known, ..cached },
-        Pressed { name: "plain files, swappiness 100", swappiness: Some(100), long: true, ..plain_files },
-        Pressed { name: "pagefold disk, swappiness 100", swappiness: Some(100), long: true, ..cached },
     ] {
-        if how.long && !size.all_peers {
+        if how.with_ksm && !size.all_peers {
             continue;
         }
         eprintln!("pagecache: memory for one: {}", how.name);
@@ -119,13 +114,10 @@ struct Pressed<'a> {
     name: &'static str,
     /// Through the cache, else plain files.
     cached: bool,
+    /// With KSM on the guests; not in the quick run.
     with_ksm: bool,
     /// Fingerprints.
     store: Option<&'a Path>,
-    /// How readily the kernel swaps the guests instead of dropping file cache, where that is not the default (60).
-    swappiness: Option<u64>,
-    /// Not in the quick run.
-    long: bool,
 }
 
 /// KSM as the kernel sets it when it is turned on, until this value is dropped.
@@ -156,9 +148,6 @@ fn read_under_pressure(
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
     let group = Group::new(if how.cached { "disk" } else { "plain" })?;
     group.limit((limit_mib as u64) << 20)?;
-    if how.swappiness.is_some_and(|swappiness| group.set_swappiness(swappiness).is_err()) {
-        return Ok(Err("these control groups have no swappiness".to_owned()));
-    }
     // Declared before the guests, so that it is dropped after them.
     let settings = match how.with_ksm.then(ksm_by_default).transpose() {
         Ok(settings) => settings,

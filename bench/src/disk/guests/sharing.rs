@@ -24,15 +24,12 @@ pub(super) fn sharing(
     size: &GuestSize,
 ) -> Result<(), Failure> {
     let mut rows = Vec::new();
-    for &count in size.guests {
-        let images = &images[..count];
-        let (scanned, seconds) = by_cache(scratch, boot, directory, images, size, &mut rows)?;
-        if let Err(error) = one_pool(scratch, boot, directory, images, size, &mut rows) {
-            eprintln!("SKIPPED: guests and mount in one pool: {error}");
-        }
-        if let Err(error) = by_ksm(boot, images, size, scanned, seconds, &mut rows) {
-            eprintln!("SKIPPED: KSM on {count} guests: {error}");
-        }
+    let (scanned, seconds) = by_cache(scratch, boot, directory, images, size, &mut rows)?;
+    if let Err(error) = one_pool(scratch, boot, directory, images, size, &mut rows) {
+        eprintln!("SKIPPED: guests and mount in one pool: {error}");
+    }
+    if let Err(error) = by_ksm(boot, images, size, scanned, seconds, &mut rows) {
+        eprintln!("SKIPPED: KSM on the guests: {error}");
     }
     record::table(
         "Guests read a kernel tree, one image each, installed apart",
