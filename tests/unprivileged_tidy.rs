@@ -389,18 +389,33 @@ fn defined_in(path: &Names, modules: &BTreeMap<Names, Module>, depth: usize) -> 
 
 /// Which files of a crate import which.
 fn imports(modules: &BTreeMap<Names, Module>) -> BTreeMap<&str, BTreeSet<&str>> {
-    let mut arrows: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    let mut arrows: BTreeMap<&Names, BTreeSet<&Names>> = BTreeMap::new();
     for (names, module) in modules {
         for (path, _) in paths_in(&module.code, names, module, modules, Wanted::Imports) {
-            let Some(target) = defined_in(&path, modules, 0) else { continue };
-            // The head of a folder calls into its files, and they use what it defines: a folder is read as one.
-            if !target.starts_with(names) {
-                let target = &modules[&target];
-                arrows.entry(&module.file).or_default().insert(&target.file);
+            let Some((target, _)) = defined_in(&path, modules, 0).and_then(|at| modules.get_key_value(&at)) else {
+                continue;
+            };
+            if target != names {
+                arrows.entry(names).or_default().insert(target);
             }
         }
     }
-    arrows
+    // The head of a folder calls into its files, and they use what it defines: a folder is read as one. So the head imports what
+    // the files import that it calls.
+    let mut found: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for names in arrows.keys() {
+        let (mut seen, mut left) = (BTreeSet::new(), vec![names]);
+        while let Some(inside) = left.pop() {
+            for target in arrows.get(inside).into_iter().flatten() {
+                if !target.starts_with(names) {
+                    found.entry(&modules[*names].file).or_default().insert(&modules[*target].file);
+                } else if !names.is_empty() && target != names && seen.insert(target) {
+                    left.push(target);
+                }
+            }
+        }
+    }
+    found
 }
 
 /// Sets of files that reach each other, each sorted.

@@ -1,4 +1,4 @@
-//! Admission of connections: control requests are answered, agents become clients or are refused.
+//! Admission of agents: they become clients or are refused.
 
 use crate::clients::connection::Connection;
 use crate::clients::domains::wake;
@@ -7,7 +7,6 @@ use crate::clients::merge_client::MergeClient;
 use crate::cold::handover::keeper::leave_children;
 use crate::cold::handshake;
 use crate::memory_limits::{self, CLIENT_BYTES};
-use crate::service::control;
 use crate::service::daemon::Daemon;
 use pagefold_os::fd::Fd;
 use pagefold_os::sock;
@@ -20,20 +19,25 @@ const FIRST_PACKET_MS: u64 = 5_000;
 const OUT_OF_MEMORY: &str = "the daemon is near the memory limit of its control group: raise it (MemoryMax=)";
 const TOO_MANY_CONNECTIONS: &str = "it is connected several times already";
 
-/// Answers the first packet of a new connection: an agent's greeting, or a control request.
-pub(crate) fn admit(daemon: &Daemon, socket: Fd) {
-    let mut buffer = vec![0; 64 << 10];
-    if sock::set_timeout(&socket, FIRST_PACKET_MS).is_err() {
-        return;
-    }
-    let Ok((got, fds)) = sock::receive(&socket, &mut buffer, 0) else { return };
-    let bytes = &buffer[..got];
-    if bytes.first() == Some(&b'{') {
-        control::answer(daemon, &socket, bytes);
-        return;
-    }
-    match Packet::parse(bytes).filter(|packet| packet.op == Op::Hello as u32) {
-        Some(hello) => admit_agent(daemon, socket, &hello, fds),
+/// The first packet of a new connection: an agent's greeting, or a control request.
+pub(crate) struct FirstPacket {
+    pub(crate) bytes: Vec<u8>,
+    fds: sock::Fds,
+}
+
+/// Receives the first packet of a connection; `None` if none arrives in time.
+pub(crate) fn first_packet(socket: &Fd) -> Option<FirstPacket> {
+    let mut bytes = vec![0; 64 << 10];
+    sock::set_timeout(socket, FIRST_PACKET_MS).ok()?;
+    let (got, fds) = sock::receive(socket, &mut bytes, 0).ok()?;
+    bytes.truncate(got);
+    Some(FirstPacket { bytes, fds })
+}
+
+/// Makes the agent a client that sends this greeting, or refuses it.
+pub(crate) fn admit(daemon: &Daemon, socket: Fd, greeting: FirstPacket) {
+    match Packet::parse(&greeting.bytes).filter(|packet| packet.op == Op::Hello as u32) {
+        Some(hello) => admit_agent(daemon, socket, &hello, greeting.fds),
         None => refuse_hello(&socket, pagefold_os::Errno(libc::EPROTO)),
     }
 }
@@ -130,7 +134,8 @@ mod tests {
             let hello = Packet { a: flags, ..Packet::new(Op::Hello) };
             sock::send(&theirs, hello.bytes(), &[pagemap.raw()]).unwrap();
             drop(theirs);
-            admit(&daemon, ours);
+            let greeting = first_packet(&ours).unwrap();
+            admit(&daemon, ours, greeting);
             daemon.refusals.reason(me)
         };
         for flags in [0, pagefold_protocol::message::HELLO_COLD] {

@@ -51,7 +51,9 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, as
     let Entered { requests, still } = enter::enter(pid, &agent, &settings).map_err(|error| error.to_string())?;
     enable(&requests, daemon.userfault_device.as_ref())?;
     // Its greeting is on its way.
-    admission::admit(daemon, requests);
+    if let Some(greeting) = admission::first_packet(&requests) {
+        admission::admit(daemon, requests, greeting);
+    }
     if is_client(daemon, pid) {
         Ok(still)
     } else {

@@ -90,7 +90,7 @@ fn accept_until_stopped(daemon: &Arc<Daemon>, listener: &Fd) -> io::Result<()> {
         *lock(&daemon.last_busy) = Instant::now();
         let answering = daemon.clone();
         let spawned = thread::Builder::new().name("greet".into()).stack_size(256 << 10).spawn(move || {
-            admission::admit(&answering, socket);
+            answer(&answering, socket);
             answering.connections.fetch_sub(1, Ordering::Relaxed);
         });
         if spawned.is_err() {
@@ -98,6 +98,16 @@ fn accept_until_stopped(daemon: &Arc<Daemon>, listener: &Fd) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Answers the first packet of a new connection: a control request, or an agent's greeting.
+fn answer(daemon: &Daemon, socket: Fd) {
+    let Some(first) = admission::first_packet(&socket) else { return };
+    if first.bytes.first() == Some(&b'{') {
+        control::answer(daemon, &socket, &first.bytes);
+    } else {
+        admission::admit(daemon, socket, first);
+    }
 }
 
 /// Does everything that may fail between listening and accepting. Returns the monitor's thread, and what is served beside the
