@@ -196,6 +196,25 @@ fn maps_of_sparse_files_that_lie_are_refused() {
     assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
 }
 
+/// What `tar --label` and `tar --listed-incremental` write.
+#[test]
+fn labels_and_lists_of_names_are_passed_over() {
+    let bench = Bench::new();
+    let names = b"Yx\0\0";
+    let parts = [
+        header(b"label", b'V', 0, b""),
+        header(b"d/", b'D', 4, b""),
+        padded(names),
+        file(b"d/x", b"1"),
+        header(b"label", b'V', 0, b""),
+    ];
+    let (tree, _) = bench.read(&archive(&parts)).unwrap();
+    let mut found = Vec::new();
+    tree.walk(|path, _| found.push(String::from_utf8(path.to_vec()).unwrap()));
+    assert_eq!(found, ["", "d", "d/x"]);
+    bench.refused(&header(b"d/", b'D', 4, b""), "cut off");
+}
+
 #[test]
 fn truncated_and_garbled_archives_are_refused() {
     let bench = Bench::new();

@@ -8,8 +8,8 @@ use crate::tree::{Id, Meta, Tree, show_start};
 use std::collections::HashMap;
 
 /// Why a list is left out.
-const NO_NUMBERS: &str = "access control lists for users or groups that have only names in the archive were left out, and \
-                          modes narrowed; pack with tar --numeric-owner";
+const NOT_OF_LINUX: &str = "access control lists that Linux cannot have (users or groups with names alone, no mask) were left \
+                            out, and modes narrowed; tar --numeric-owner packs numbers";
 const NO_LIST: &str = "attributes that are no access control lists were left out, and modes narrowed";
 
 /// Lists with names that no entry so far has a number for, by inode, each with a path for messages.
@@ -33,7 +33,7 @@ impl Unresolved {
         for (id, (path, lists)) in all {
             let meta = &mut tree.inode_mut(id).meta;
             if !set_access(meta, lists.access.as_ref(), names) | !set_default(meta, lists.default.as_ref(), names) {
-                omissions.add(NO_NUMBERS, path.as_bytes());
+                omissions.add(NOT_OF_LINUX, path.as_bytes());
             }
             super::omissions::clean_xattrs(&mut meta.xattrs, path.as_bytes(), omissions);
         }

@@ -52,7 +52,7 @@ pub struct Acl(Vec<AclEntry>);
 
 impl Acl {
     /// Reads a list in its text form: entries `tag:name:permissions`, between commas or line ends. Some archivers put the
-    /// number of a named user or group behind. `None` for anything else, and for a list that Linux would refuse.
+    /// number of a named user or group behind. `None` for anything else, and for a list without the three entries of a mode.
     pub(crate) fn parse(text: &[u8]) -> Option<Self> {
         let mut entries = Vec::new();
         for line in text.split(|&byte| byte == b'\n') {
@@ -64,7 +64,13 @@ impl Acl {
                 entries.push(entry(item)?);
             }
         }
-        Self(entries).checked()
+        entries.sort();
+        let list = Self(entries);
+        [Tag::Owner, Tag::OwningGroup, Tag::Other].into_iter().all(|tag| list.count(tag) == 1).then_some(list)
+    }
+
+    fn count(&self, tag: Tag) -> usize {
+        self.0.iter().filter(|entry| entry.tag == tag).count()
     }
 
     /// Reads the value of an attribute.
@@ -96,10 +102,9 @@ impl Acl {
     /// and group, and a mask where users or groups are named.
     fn checked(mut self) -> Option<Self> {
         self.0.sort();
-        let count = |tag| self.0.iter().filter(|entry| entry.tag == tag).count();
-        let named = count(Tag::User) + count(Tag::Group) > 0;
-        let whole = [Tag::Owner, Tag::OwningGroup, Tag::Other].into_iter().all(|tag| count(tag) == 1);
-        let masked = count(Tag::Mask) == 1 || count(Tag::Mask) == 0 && !named;
+        let named = self.count(Tag::User) + self.count(Tag::Group) > 0;
+        let whole = [Tag::Owner, Tag::OwningGroup, Tag::Other].into_iter().all(|tag| self.count(tag) == 1);
+        let masked = self.count(Tag::Mask) == 1 || self.count(Tag::Mask) == 0 && !named;
         let twice =
             self.0.windows(2).any(|pair| (pair[0].tag, &pair[0].qualifier) == (pair[1].tag, &pair[1].qualifier));
         let no_id = self.0.iter().any(|entry| entry.qualifier == Qualifier::Id(NO_ID));
@@ -147,7 +152,8 @@ impl Acl {
         text
     }
 
-    /// The list with a number for each name. `None` if `names` lacks one, or two names are one user.
+    /// The list with a number for each name. `None` if `names` lacks one, and for a list that Linux would refuse: two entries for
+    /// one user, or no mask.
     pub(crate) fn resolved(&self, names: &Names) -> Option<Self> {
         let entry = |entry: &AclEntry| {
             let qualifier = match (&entry.qualifier, entry.tag) {
@@ -336,7 +342,7 @@ mod tests {
             "default:user::rw-,default:user:1234:rwx,d:group::r--,group:7:r-x,mask::rwx,other::r--",
         ] {
             let found = Acl::parse(written.as_bytes()).unwrap_or_else(|| panic!("{written}"));
-            assert_eq!(text(&found), plain);
+            assert_eq!((text(&found), found.resolved(&Names::default())), (plain.to_string(), Some(found.clone())));
             let attribute = found.to_attribute().unwrap();
             assert_eq!(attribute.len(), 4 + 6 * ENTRY_BYTES);
             assert_eq!(Acl::from_attribute(&attribute), Some(found));
@@ -352,9 +358,6 @@ mod tests {
             "",
             "user::rw-,group::r--",
             "user::rw-,group::r--,other::r--,other::r--",
-            "user::rw-,user:1:r--,group::r--,other::r--",
-            "user::rw-,user:1:r--,user:01:rw-,group::r--,mask::r--,other::r--",
-            "user::rw-,user:4294967295:r--,group::r--,mask::r--,other::r--",
             "user::rw-,group::r--,other::r-y",
             "user::rw-,group::r--,other::",
             "user::rw-,group::r--,other:1:r--",
@@ -362,6 +365,15 @@ mod tests {
             "user::rw-:5,group::r--,other::r--",
         ] {
             assert_eq!(Acl::parse(bad.as_bytes()), None, "{bad}");
+        }
+        for bad in [
+            // libarchive writes lists without a mask.
+            "user::rw-,user:1:r--,group::r--,other::r--",
+            "user::rw-,user:1:r--,user:01:rw-,group::r--,mask::r--,other::r--",
+            "user::rw-,group::r--,mask::r--,mask::rw-,other::r--",
+            "user::rw-,user:4294967295:r--,group::r--,mask::r--,other::r--",
+        ] {
+            assert_eq!(Acl::parse(bad.as_bytes()).unwrap().resolved(&Names::default()), None, "{bad}");
         }
         let good = Acl::parse(b"user::rw-,user:5:r--,group::r--,mask::r--,other::r--").unwrap().to_attribute().unwrap();
         for (at, value) in [(0, 3), (4, 3), (6, 8), (7, 1), (4, 2)] {
@@ -404,6 +416,8 @@ mod tests {
             ("user::rw-,user:1:---,group::r--,mask::rwx,other::r--", 0o674, 0o600),
             ("user::rw-,group::r--,group:1:---,mask::rwx,other::r--", 0o674, 0o640),
             ("user::rwx,user:1:rwx,group::r-x,mask::--x,other::r-x", 0o715, 0o711),
+            // No mask, as no system has it.
+            ("user::rwx,user:1:r-x,group::rwx,other::rwx", 0o777, 0o755),
         ] {
             let acl = Acl::parse(list.as_bytes()).unwrap();
             assert_eq!((acl.mode(), acl.narrow_mode()), (mode, narrow), "{list}");

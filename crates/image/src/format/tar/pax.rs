@@ -113,9 +113,8 @@ fn acl(key: &[u8], text: &[u8]) -> Result<Option<Acl>> {
     if text.is_empty() {
         return Ok(None);
     }
-    let acl = Acl::parse(text).ok_or_else(|| {
-        input!("tar: {} {:?} is no access control list that Linux takes", show(key), show_start(text))
-    })?;
+    let acl = Acl::parse(text)
+        .ok_or_else(|| input!("tar: {} {:?} is no access control list", show(key), show_start(text)))?;
     Ok(Some(acl))
 }
 
@@ -193,7 +192,7 @@ fn decode_keyword(mut name: &[u8]) -> Vec<u8> {
 }
 
 fn decimal(digits: &[u8]) -> Option<u64> {
-    if digits.is_empty() || digits.len() > 20 {
+    if digits.is_empty() {
         return None;
     }
     digits.iter().try_fold(0u64, |sum, digit| match digit {
@@ -258,6 +257,7 @@ mod tests {
 
     #[test]
     fn times_before_1970() {
+        assert_eq!((decimal(&[b'0'; 30]), decimal(b"18446744073709551616"), decimal(b"")), (Some(0), None, None));
         assert_eq!(time(b"-1.5"), Some((-2, 500_000_000)));
         assert_eq!(time(b"3.0000000019"), Some((3, 1)));
         assert_eq!(time(b"1e5"), None);

@@ -207,6 +207,8 @@ impl<R: Read> Reader<R> {
                         return Err(input!("tar: two GNU long names before one entry"));
                     }
                 }
+                // The label of the volume: no file.
+                b'V' if size == 0 => extended = Extended::default(),
                 kind => return self.entry(&header, kind, size, extended).map(Some),
             }
         }
@@ -394,7 +396,7 @@ impl<R: Read> Reader<R> {
 
     /// Counts a file's content against the limit; the reader then returns it, of which `stored` bytes are in the archive.
     fn count_content(&mut self, path: &[u8], kind: &EntryKind, stored: u64) -> Result<()> {
-        let &EntryKind::File(size) = kind else { return Ok(()) };
+        let size = if let EntryKind::File(size) = kind { *size } else { stored };
         let left = self.limits.bytes - self.content;
         if size > left {
             return Err(input!("tar: {}: {size} bytes of content, the limit leaves room for {left}", show(path)));
@@ -452,6 +454,8 @@ fn entry_kind(header: &[u8; BLOCK], kind: u8, path: &[u8], link: Vec<u8>, size: 
         b'3' => EntryKind::Char(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
         b'4' => EntryKind::Block(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
         b'5' => EntryKind::Dir,
+        // As an incremental archive has it: its data are the names in it, for the removal of others.
+        b'D' => return Ok(EntryKind::Dir),
         b'6' => EntryKind::Fifo,
         other => return Err(input!("tar: {}: entry type {:?} is not known", show(path), other as char)),
     };
