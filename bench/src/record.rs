@@ -72,12 +72,13 @@ pub fn circumstances() -> Value {
     })
 }
 
-/// The arguments without paths of this machine.
+/// The arguments as a shell takes them, without paths of this machine.
 fn without_paths(args: &[String]) -> String {
     let place = |arg: &str| matches!(arg, "--dir" | "--record" | "--inputs");
     let before = std::iter::once("").chain(args.iter().map(String::as_str));
     let kept = args.iter().zip(before).filter(|(arg, before)| !place(arg) && !place(before));
-    kept.map(|(arg, _)| arg.as_str()).collect::<Vec<_>>().join(" ")
+    let quoted = |arg: &str| if arg.contains(' ') { format!("'{arg}'") } else { arg.to_owned() };
+    kept.map(|(arg, _)| quoted(arg)).collect::<Vec<_>>().join(" ")
 }
 
 /// The name of this run among those of the same bench and day: its part, else its first flag.
