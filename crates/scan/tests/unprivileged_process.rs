@@ -93,8 +93,7 @@ fn child() {
                         "dontdump" => mem::advise(addr, len, libc::MADV_DONTDUMP).expect("advice"),
                         "wipe" => mem::advise(addr, len, libc::MADV_WIPEONFORK).expect("advice"),
                         "readonly" => mem::protect(addr, len, libc::PROT_READ).expect("protection"),
-                        "exec" => mem::protect(addr, len, libc::PROT_READ | libc::PROT_EXEC)
-                            .expect("protection"),
+                        "exec" => mem::protect(addr, len, libc::PROT_READ | libc::PROT_EXEC).expect("protection"),
                         "locked" => assert_eq!(libc::mlock(addr as *const _, len as usize), 0, "mlock"),
                         _ => {}
                     }
