@@ -46,7 +46,7 @@ fuzz_target!(|data: &[u8]| {
             EntryKind::Dir => Kind::Dir(Default::default()),
             _ => Kind::Fifo,
         };
-        let meta = Meta { mode: entry.mode, uid: entry.uid, gid: entry.gid, mtime_s: entry.mtime_s, mtime_ns: entry.mtime_ns, ..Meta::default() };
+        let meta = Meta { xattrs: Default::default(), ..entry.meta };
         let _ = tree.put(&entry.path, Inode { meta, kind });
     }
     // Whatever came of it fits the image format and comes back from it.

@@ -137,7 +137,7 @@ impl<R: Read> Apply<'_, '_, R> {
         }
         // A layer's labels belong to the policy of the system where it was packed. An archive of a tree may have been built
         // on this system, and keeps them.
-        if self.whiteouts && entry.xattrs.remove(&b"security.selinux"[..]).is_some() {
+        if self.whiteouts && entry.meta.xattrs.remove(&b"security.selinux"[..]).is_some() {
             self.omissions.add("SELinux labels of layers were left out", &entry.path);
         }
         if self.is_mark_behind_link(&entry.path)? {
@@ -266,10 +266,11 @@ impl<R: Read> Apply<'_, '_, R> {
 
     /// The entry's metadata, with the attributes that an image can carry, and the access control lists that wait for numbers.
     fn meta(&mut self, entry: Entry) -> (Meta, Option<Acls>) {
-        let Entry { path, xattrs, mode, uid, gid, mtime_s, mtime_ns, kind, acls, .. } = entry;
-        // Linux has no other mode for symbolic links; what an archive says of it is lost on unpacking.
-        let mode = if matches!(kind, EntryKind::Symlink(_)) { 0o777 } else { mode };
-        let mut meta = Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs };
+        let Entry { path, mut meta, kind, acls, .. } = entry;
+        if matches!(kind, EntryKind::Symlink(_)) {
+            // Linux has no other mode for symbolic links; what an archive says of it is lost on unpacking.
+            meta.mode = 0o777;
+        }
         let waiting = set_acls(&mut meta, &kind, &path, acls, self.reader.owners(), self.omissions);
         clean_xattrs(&mut meta.xattrs, &path, self.omissions);
         (meta, waiting)

@@ -182,8 +182,8 @@ impl Acl {
         self.permissions(Tag::Owner) << 6 | group << 3 | self.permissions(Tag::Other)
     }
 
-    /// The permission bits that give each user at most what the list gives. A named user or group whose entry is lost is one of
-    /// the owning group or of the others, so these have no more than any of them.
+    /// The permission bits that give each user at most what the list gives. Where the entry of a named
+    /// user or group is lost, the kernel counts that one to the owning group or to the others. So these get no more than any of them.
     pub(crate) fn narrow_mode(&self) -> u16 {
         let mask = self.permissions(Tag::Mask);
         let named = |tag| if self.0.iter().any(|entry| entry.tag == tag) { self.permissions(tag) & mask } else { 7 };

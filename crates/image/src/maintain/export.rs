@@ -10,7 +10,7 @@ use crate::format::tar::{self, Acls, Entry, EntryKind};
 use crate::progress::Progress;
 use crate::random_id::random_id;
 use crate::store::{Record, Store};
-use crate::tree::{Data, Id, Kind, Meta, Tree, show};
+use crate::tree::{Data, Id, Kind, Tree, show};
 use pagefold_os::read_once::ReadOnce;
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -114,12 +114,13 @@ impl<W: Write> Export<'_, W> {
             (false, true) => [path, b"/"].concat(),
             (false, false) => path.to_vec(),
         };
-        let Meta { mode, uid, gid, mtime_s, mtime_ns, ref xattrs } = inode.meta;
-        let xattrs = if matches!(kind, EntryKind::HardLink(_)) { Default::default() } else { xattrs.clone() };
-        let list = |name: &[u8]| xattrs.get(name).and_then(|value| Acl::from_attribute(value));
+        let mut meta = inode.meta.clone();
+        if matches!(kind, EntryKind::HardLink(_)) {
+            meta.xattrs.clear();
+        }
+        let list = |name: &[u8]| meta.xattrs.get(name).and_then(|value| Acl::from_attribute(value));
         let acls = Acls { access: list(acl::ACCESS), default: list(acl::DEFAULT) };
-        let (has_foreign_acl, is_sparse) = (false, false);
-        let entry = Entry { path, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, acls, has_foreign_acl, is_sparse };
+        let entry = Entry { path, kind, meta, acls, has_foreign_acl: false, is_sparse: false };
         match &inode.kind {
             Kind::File(data) if matches!(entry.kind, EntryKind::File(_)) => self.file(&entry, data),
             _ => self.headers(|bytes| tar::write_header(bytes, &entry)),

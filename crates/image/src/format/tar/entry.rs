@@ -1,7 +1,7 @@
 //! What an archive holds: one entry after another.
 
 use crate::format::acl::Acl;
-use crate::tree::Xattrs;
+use crate::tree::Meta;
 
 /// Headers and data are whole blocks of this many bytes.
 pub(super) const BLOCK: usize = 512;
@@ -32,18 +32,8 @@ pub struct Entry {
     pub path: Vec<u8>,
     /// What it is.
     pub kind: EntryKind,
-    /// Permission bits.
-    pub mode: u16,
-    /// Owner.
-    pub uid: u32,
-    /// Group.
-    pub gid: u32,
-    /// Modification time, seconds since 1970.
-    pub mtime_s: i64,
-    /// And nanoseconds.
-    pub mtime_ns: u32,
-    /// Extended attributes.
-    pub xattrs: Xattrs,
+    /// What every kind of file has.
+    pub meta: Meta,
     /// Access control lists, given as text.
     pub acls: Acls,
     /// Whether there is a list of another system (NFSv4, Solaris, macOS), which Linux does not have.

@@ -22,31 +22,19 @@ pub(crate) use write::{pad, write_header, write_sparse_header};
 mod tests {
     use super::*;
     use crate::config::Limits;
-    use crate::tree::Xattrs;
+    use crate::tree::{Meta, Xattrs};
     use std::io::Read;
 
     fn entry(path: &[u8], kind: EntryKind) -> Entry {
-        let mtime_s = -5;
-        Entry {
-            path: path.into(),
-            kind,
-            mode: 0o644,
-            uid: 7,
-            gid: 3_000_000,
-            mtime_s,
-            mtime_ns: 12,
-            acls: Acls::default(),
-            has_foreign_acl: false,
-            is_sparse: false,
-            xattrs: Xattrs::new(),
-        }
+        let meta = Meta { mode: 0o644, uid: 7, gid: 3_000_000, mtime_s: -5, mtime_ns: 12, xattrs: Xattrs::new() };
+        Entry { path: path.into(), kind, meta, acls: Acls::default(), has_foreign_acl: false, is_sparse: false }
     }
 
     #[test]
     fn what_is_written_is_read_back() {
         let mut file = entry(&[b'x'; 300], EntryKind::File(5));
         for name in [&b"user.a"[..], b"user.a=b", b"user.a%3Db", b"user.%", b"=%="] {
-            file.xattrs.insert(name.into(), (*b"\0\n=").into());
+            file.meta.xattrs.insert(name.into(), (*b"\0\n=").into());
         }
         let mut bytes = Vec::new();
         write_header(&mut bytes, &file);
@@ -59,8 +47,7 @@ mod tests {
         bytes.extend([0; 1024]);
         let mut reader = Reader::new(&bytes[..], Limits::default());
         let found = reader.next_entry().unwrap().unwrap();
-        assert_eq!((&found.path, &found.kind, found.mtime_s, found.mtime_ns), (&file.path, &file.kind, -5, 12));
-        assert_eq!((found.uid, found.gid, &found.xattrs), (7, 3_000_000, &file.xattrs));
+        assert_eq!((&found.path, &found.kind, &found.meta), (&file.path, &file.kind, &file.meta));
         let mut text = String::new();
         reader.read_to_string(&mut text).unwrap();
         assert_eq!(text, "hello");

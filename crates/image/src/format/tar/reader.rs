@@ -7,7 +7,7 @@ use super::sparse::{Map, Part, SparseRecords, block_parts, check_parts, header_p
 use crate::config::{Limits, Used};
 use crate::error::{Result, input};
 use crate::format::acl::Names;
-use crate::tree::{show, show_start};
+use crate::tree::{Meta, show, show_start};
 use std::io::{self, Read};
 
 /// An archive may name directories only by paths, at a cost of two bytes each: this many are allowed,
@@ -319,19 +319,9 @@ impl<R: Read> Reader<R> {
             Some(time) => time,
             None => (mtime(&header[136..148])?, 0),
         };
-        Ok(Entry {
-            mode: (number(&header[100..108], "mode")? & 0o7777) as u16,
-            uid,
-            gid,
-            mtime_s,
-            mtime_ns,
-            xattrs: pax.xattrs,
-            acls: pax.acls,
-            has_foreign_acl: pax.has_foreign_acl,
-            is_sparse,
-            kind,
-            path,
-        })
+        let mode = (number(&header[100..108], "mode")? & 0o7777) as u16;
+        let meta = Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs: pax.xattrs };
+        Ok(Entry { path, kind, meta, acls: pax.acls, has_foreign_acl: pax.has_foreign_acl, is_sparse })
     }
 
     /// Notes the names of an entry's owner and group: access control lists may have names alone.

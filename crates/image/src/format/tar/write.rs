@@ -63,14 +63,14 @@ fn write(out: &mut Vec<u8>, entry: &Entry, sparse: Option<u64>) {
     if stored > 0o77_777_777_777 {
         record(b"size", stored.to_string().as_bytes());
     }
-    if entry.uid > 0o7_777_777 {
-        record(b"uid", entry.uid.to_string().as_bytes());
+    if entry.meta.uid > 0o7_777_777 {
+        record(b"uid", entry.meta.uid.to_string().as_bytes());
     }
-    if entry.gid > 0o7_777_777 {
-        record(b"gid", entry.gid.to_string().as_bytes());
+    if entry.meta.gid > 0o7_777_777 {
+        record(b"gid", entry.meta.gid.to_string().as_bytes());
     }
-    if entry.mtime_s < 0 || entry.mtime_ns != 0 || entry.mtime_s > 0o77_777_777_777 {
-        let value = match (entry.mtime_s, entry.mtime_ns) {
+    if entry.meta.mtime_s < 0 || entry.meta.mtime_ns != 0 || entry.meta.mtime_s > 0o77_777_777_777 {
+        let value = match (entry.meta.mtime_s, entry.meta.mtime_ns) {
             (seconds, 0) => seconds.to_string(),
             (seconds, ns) if seconds >= 0 => format!("{seconds}.{ns:09}"),
             (seconds, ns) => format!("-{}.{:09}", (seconds + 1).unsigned_abs(), 1_000_000_000 - ns),
@@ -83,7 +83,7 @@ fn write(out: &mut Vec<u8>, entry: &Entry, sparse: Option<u64>) {
             record(key, &list.text());
         }
     }
-    for (name, value) in &entry.xattrs {
+    for (name, value) in &entry.meta.xattrs {
         record(&[b"SCHILY.xattr.", &encode_keyword(name)[..]].concat(), value);
     }
     if !records.is_empty() {
@@ -104,11 +104,11 @@ fn header_block(entry: &Entry, path: &[u8], kind: u8, size: u64, link: &[u8], de
     };
     let count = path.len().min(100);
     block[..count].copy_from_slice(&path[..count]);
-    octal(&mut block, 100, 8, entry.mode.into());
-    octal(&mut block, 108, 8, entry.uid.into());
-    octal(&mut block, 116, 8, entry.gid.into());
+    octal(&mut block, 100, 8, entry.meta.mode.into());
+    octal(&mut block, 108, 8, entry.meta.uid.into());
+    octal(&mut block, 116, 8, entry.meta.gid.into());
     octal(&mut block, 124, 12, size);
-    octal(&mut block, 136, 12, entry.mtime_s.max(0) as u64);
+    octal(&mut block, 136, 12, entry.meta.mtime_s.max(0) as u64);
     block[156] = kind;
     let count = link.len().min(100);
     block[157..157 + count].copy_from_slice(&link[..count]);
