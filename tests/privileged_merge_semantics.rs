@@ -11,7 +11,7 @@ fn scenario(name: &str, options: &[&str]) {
     scenario_under(&[], name, options);
 }
 
-/// A scenario whose memory can be executed.
+/// A scenario in a program that has rights to execute all of its memory.
 fn executable_scenario(name: &str, options: &[&str]) {
     scenario_with(&[("EXECUTABLE", "1")], &[], name, options);
 }

@@ -108,19 +108,15 @@ pub fn file_from<'n>(maps: &Fd, addr: u64, name: &'n mut [u8]) -> raw::Result<Op
         name: name.as_mut_ptr() as u64,
         ..Query::default()
     };
-    let ask = |query: &mut Query| {
-        // SAFETY: the request carries the size of the structure; of the name the kernel writes at most the length given.
-        unsafe { syscall!(libc::SYS_ioctl, maps.raw(), REQUEST, core::ptr::from_mut(query)) }
-    };
-    let mut asked = ask(&mut query);
+    // SAFETY: `name` has the length given.
+    let mut asked = unsafe { ask(maps, &mut query) };
     if asked == Err(Errno(libc::ENAMETOOLONG)) {
         (query.name_len, query.name) = (0, 0);
-        asked = ask(&mut query);
+        // SAFETY: there is no room for a name.
+        asked = unsafe { ask(maps, &mut query) };
     }
-    match asked {
-        Ok(_) => {}
-        Err(Errno(libc::ENOENT)) => return Ok(None),
-        Err(errno) => return Err(errno),
+    if !asked? {
+        return Ok(None);
     }
     // Its length counts the zero behind it.
     let len = (query.name_len as usize).saturating_sub(1).min(name.len());
@@ -140,10 +136,20 @@ pub fn file_from<'n>(maps: &Fd, addr: u64, name: &'n mut [u8]) -> raw::Result<Op
 /// `ENOTTY` before Linux 6.11.
 pub fn rights_at(maps: &Fd, addr: u64) -> raw::Result<Option<i32>> {
     let mut query = Query { bytes: size_of::<Query>() as u64, addr, ..Query::default() };
-    // SAFETY: the request carries the size of the structure, and no address for the kernel to write to.
-    match unsafe { syscall!(libc::SYS_ioctl, maps.raw(), REQUEST, core::ptr::from_mut(&mut query)) } {
-        Ok(_) => Ok(Some(query.rights as i32 & RIGHTS)),
-        Err(Errno(libc::ENOENT)) => Ok(None),
+    // SAFETY: there is no room for a name.
+    let is_there = unsafe { ask(maps, &mut query) }?;
+    Ok(is_there.then_some(query.rights as i32 & RIGHTS))
+}
+
+/// Asks an open /proc/PID/maps for a mapping; false if there is none.
+///
+/// # Safety
+/// The kernel writes a name of up to `query.name_len` bytes to `query.name`.
+unsafe fn ask(maps: &Fd, query: &mut Query) -> raw::Result<bool> {
+    // SAFETY: the request carries the size of the structure; the caller vouches for the name's place.
+    match unsafe { syscall!(libc::SYS_ioctl, maps.raw(), REQUEST, core::ptr::from_mut(query)) } {
+        Ok(_) => Ok(true),
+        Err(Errno(libc::ENOENT)) => Ok(false),
         Err(errno) => Err(errno),
     }
 }

@@ -83,8 +83,8 @@ impl Wakings {
         lock(&self.touched).add(&run);
     }
 
-    /// The pages to bring back now, in the order of their faults, which the program is likely to keep; `None` unless the client has just woken from a sleep, and wakings before this one
-    /// are remembered.
+    /// The pages to bring back now, in the order of their faults, which the program is likely to keep; `None` unless the client has
+    /// just woken from a sleep, and wakings before this one are remembered.
     pub(crate) fn take_due(&self) -> Option<Vec<u64>> {
         // Faults of a client that is awake pay for one load.
         if !self.due.load(Ordering::Relaxed) || !self.due.swap(false, Ordering::Acquire) {
