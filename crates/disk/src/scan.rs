@@ -7,6 +7,7 @@
 use crate::config::random_u64;
 use crate::fingerprint::is_zero;
 use crate::geometry::BLOCK_BYTES;
+use pagefold_os::fill::fill;
 use pagefold_os::read_once;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -223,13 +224,7 @@ fn for_each_part(path: &Path, mut visit: impl FnMut(u64, u64, &[u8])) -> io::Res
         }
         // Up to the size read above, although the file may have grown since.
         let wanted = size.saturating_sub(at).min(READ_BYTES as u64) as usize;
-        let mut count = 0;
-        while count < wanted {
-            match read_once::read_at(&file, &mut buffer[count..wanted], at + count as u64)? {
-                0 => break,
-                n => count += n,
-            }
-        }
+        let count = fill(&mut buffer[..wanted], |rest, filled| read_once::read_at(&file, rest, at + filled as u64))?;
         if count == 0 {
             break;
         }
@@ -249,12 +244,8 @@ fn alignment_warnings(path: &Path) -> Vec<Warning> {
     head.truncate(count);
     let read = |offset: u64, length: usize| {
         let mut bytes = vec![0; length];
-        let mut count = 0;
-        while count < length {
-            count +=
-                read_once::read_at(&file, &mut bytes[count..], offset + count as u64).ok().filter(|&read| read > 0)?;
-        }
-        Some(bytes)
+        let filled = fill(&mut bytes, |rest, filled| read_once::read_at(&file, rest, offset + filled as u64)).ok()?;
+        (filled == length).then_some(bytes)
     };
     let problems = problems(&head, read);
     problems.into_iter().map(|(problem, cure)| Warning { path: path.to_owned(), problem, cure }).collect()

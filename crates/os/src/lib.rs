@@ -36,6 +36,8 @@ pub mod file_watch;
 #[cfg(feature = "std")]
 pub mod filesystem;
 #[cfg(feature = "std")]
+pub mod fill;
+#[cfg(feature = "std")]
 pub mod ksm;
 #[cfg(feature = "std")]
 pub mod mountinfo;

@@ -4,6 +4,7 @@ use crate::error::Lost;
 use crate::record::Kind;
 use crate::source::{Identity, Pages, Plan, Source, Unit};
 use pagefold_os::PAGE_SIZE;
+use pagefold_os::fill::fill;
 use rustix::fs::{SeekFrom, seek};
 use std::fs::File;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
@@ -145,14 +146,5 @@ fn start_of_pages(file: &File) -> u64 {
 
 /// Reads until `buffer` is full or the file ends.
 fn read_full(file: &File, buffer: &mut [u8], offset: u64) -> Result<usize, Lost> {
-    let mut got = 0;
-    while got < buffer.len() {
-        match file.read_at(&mut buffer[got..], offset + got as u64) {
-            Ok(0) => break,
-            Ok(bytes) => got += bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(got)
+    Ok(fill(buffer, |rest, filled| file.read_at(rest, offset + filled as u64))?)
 }

@@ -2,6 +2,7 @@
 
 use crate::format::tar::Part;
 use crate::store::HOLE_BYTES;
+use pagefold_os::fill::fill;
 use pagefold_os::read_once::read_at;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
@@ -29,12 +30,8 @@ pub(super) fn parts(file: &File) -> io::Result<Option<Vec<Part>>> {
             found => found? / HOLE_BYTES as u64 * HOLE_BYTES as u64,
         };
         let part = &mut piece[..(size - at).min(HOLE_BYTES as u64) as usize];
-        let mut filled = 0;
-        while filled < part.len() {
-            match read_at(file, &mut part[filled..], at + filled as u64)? {
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                count => filled += count,
-            }
+        if fill(part, |rest, filled| read_at(file, rest, at + filled as u64))? < part.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
         }
         if part.iter().any(|&byte| byte != 0) {
             match parts.last_mut().filter(|(place, length)| place + length == at) {

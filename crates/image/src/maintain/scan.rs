@@ -8,13 +8,13 @@ use crate::error::{At, Result};
 use crate::progress::Progress;
 use crate::sys::{self, PAGE};
 use crate::tree::INLINE_MAX;
+use pagefold_os::fill::fill;
 use rustix::fs::{AtFlags, CWD, SeekFrom};
 use rustix::io::Errno;
 use sha2::Digest as _;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, Metadata};
-use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -280,15 +280,7 @@ fn read_file(path: &Path, buffer: &mut [u8], sets: &Mutex<Sets>, progress: &Prog
                 at = start;
             }
         }
-        let mut filled = 0;
-        while filled < buffer.len() {
-            match file.read_at(&mut buffer[filled..], at + filled as u64) {
-                Ok(0) => break,
-                Ok(count) => filled += count,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(error).at(path),
-            }
-        }
+        let filled = fill(buffer, |rest, filled| file.read_at(rest, at + filled as u64)).at(path)?;
         // The end of the last page is zeros in the cache.
         let end = filled.next_multiple_of(PAGE as usize);
         buffer[filled..end].fill(0);

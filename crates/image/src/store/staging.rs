@@ -12,6 +12,7 @@ use crate::digest::{Digest, hash_reader};
 use crate::error::{At, Error, Result};
 use crate::sys;
 use crate::tree::{Data, INLINE_MAX};
+use pagefold_os::fill::fill;
 use rustix::fs::{AtFlags, CWD, RenameFlags, Stat};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -246,7 +247,9 @@ impl<'a> Staging<'a> {
         tick: &mut impl FnMut(u64),
         buffer: &mut [u8],
     ) -> Result<Data> {
-        let mut filled = fill(reader, buffer).at(what)?;
+        // Full pieces: holes are where the file's pieces are zeros, however the reader hands it out.
+        let mut next = |buffer: &mut [u8]| fill(buffer, |rest, _| reader.read(rest)).at(what);
+        let mut filled = next(buffer)?;
         tick(filled as u64);
         if filled < buffer.len() {
             return self.put_bytes(&buffer[..filled]);
@@ -258,7 +261,7 @@ impl<'a> Staging<'a> {
             hasher.update(&buffer[..filled]);
             write_data(&mut file, &buffer[..filled]).at(&path)?;
             size += filled as u64;
-            filled = fill(reader, buffer).at(what)?;
+            filled = next(buffer)?;
             tick(filled as u64);
         }
         // A hole at the end has not lengthened the file yet.
@@ -336,20 +339,6 @@ impl Drop for Staging<'_> {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.dir);
     }
-}
-
-/// Reads until `buffer` is full, or to the end: holes are where the file's pieces are zeros, however the reader hands it out.
-fn fill(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < buffer.len() {
-        match reader.read(&mut buffer[filled..]) {
-            Ok(0) => break,
-            Ok(count) => filled += count,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(filled)
 }
 
 /// Writes `bytes` at the file's position, except pieces of zeros, which become holes.

@@ -8,6 +8,7 @@ use crate::config::{Limits, Used};
 use crate::error::{Result, input};
 use crate::format::acl::Names;
 use crate::tree::{Meta, show, show_start};
+use pagefold_os::fill::fill;
 use std::io::{self, Read};
 
 /// An archive may name directories only by paths, at a cost of two bytes each: this many are allowed,
@@ -237,15 +238,8 @@ impl<R: Read> Reader<R> {
             return Ok(None);
         }
         let mut header = [0u8; BLOCK];
-        let mut filled = 0;
-        while filled < BLOCK {
-            match self.inner.read(&mut header[filled..]) {
-                Ok(0) => break,
-                Ok(count) => filled += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(input!("tar: {error}, after {} entries", self.entries)),
-            }
-        }
+        let filled = fill(&mut header, |rest, _| self.inner.read(rest))
+            .map_err(|error| input!("tar: {error}, after {} entries", self.entries))?;
         if filled == 0 && self.entries == 0 && !self.may_be_empty {
             return Err(input!("tar: empty, not even an end mark"));
         }
