@@ -50,6 +50,15 @@ struct AclEntry {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Acl(Vec<AclEntry>);
 
+/// The mode of a file that cannot have the attribute `name`: without its access control list the mask in the mode would be
+/// the owning group's permission.
+pub(crate) fn mode_without(name: &[u8], value: &[u8], mode: u16) -> u16 {
+    match Acl::from_attribute(value) {
+        Some(list) if name == ACCESS => mode & 0o7000 | list.narrow_mode(),
+        _ => mode,
+    }
+}
+
 impl Acl {
     /// Reads a list in its text form: entries `tag:name:permissions`, between commas or line ends. Some archivers put the
     /// number of a named user or group behind. `None` for anything else, and for a list without the three entries of a mode.
@@ -327,6 +336,14 @@ mod tests {
 
     fn text(acl: &Acl) -> String {
         String::from_utf8(acl.text()).unwrap()
+    }
+
+    #[test]
+    fn a_file_without_its_list_has_a_narrow_mode() {
+        let list = Acl::parse(b"user::rw-,user:1:rwx,group::r--,mask::rwx,other::---").unwrap().to_attribute().unwrap();
+        assert_eq!(mode_without(ACCESS, &list, 0o4670), 0o4640);
+        assert_eq!(mode_without(DEFAULT, &list, 0o670), 0o670);
+        assert_eq!(mode_without(b"user.a", b"1", 0o670), 0o670);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::build::source::{Source, meta};
 use crate::error::{At, Result};
-use crate::format::acl::{ACCESS, Acl};
+use crate::format::acl;
 use crate::tree::{drop_overlay_xattrs, show};
 use rustix::fs::{CWD, Gid, Mode, Uid, XattrFlags};
 use rustix::io::Errno;
@@ -26,18 +26,13 @@ pub fn copy_root(from: &Path, to: &Path) -> Result<()> {
         rustix::fs::AtFlags::empty(),
     )
     .at(to)?;
-    rustix::fs::chmod(to, Mode::from_raw_mode(u32::from(meta.mode))).at(to)?;
+    let mut mode = meta.mode;
     for (name, value) in &meta.xattrs {
         match rustix::fs::setxattr(to, OsStr::from_bytes(name), value, XattrFlags::empty()) {
-            // The file system of the upper directory has no such attributes. Without the list the mode would grant its mask.
-            Err(Errno::NOTSUP) => {
-                if let Some(list) = Acl::from_attribute(value).filter(|_| **name == *ACCESS) {
-                    let mode = meta.mode & 0o7000 | list.narrow_mode();
-                    rustix::fs::chmod(to, Mode::from_raw_mode(mode.into())).at(to)?;
-                }
-            }
+            // The file system of the upper directory has no such attributes.
+            Err(Errno::NOTSUP) => mode = acl::mode_without(name, value, mode),
             other => other.at(to.join(show(name)))?,
         }
     }
-    Ok(())
+    rustix::fs::chmod(to, Mode::from_raw_mode(mode.into())).at(to)
 }

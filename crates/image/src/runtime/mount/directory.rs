@@ -376,14 +376,14 @@ pub(super) fn set_meta(tree: &Tree, path: &Path, id: Id, notes: &mut BTreeMap<&'
         match rustix::fs::lsetxattr(path, &**name, value, XattrFlags::empty()) {
             Err(Errno::PERM | Errno::NOTSUP | Errno::ACCESS | Errno::INVAL) => {
                 *notes.entry("attributes are missing: setting them needs root").or_default() += 1;
-                mode = mode_without(name, value, mode);
+                mode = acl::mode_without(name, value, mode);
             }
             // A disk does not stay full, but the attribute would be missing for good.
             Err(errno @ Errno::NOSPC) if is_full(path)? => return Err(errno).at(path),
             // ext4 keeps all of an inode's attributes in one block.
             Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {
                 *notes.entry("attributes are missing: too large for the store's file system").or_default() += 1;
-                mode = mode_without(name, value, mode);
+                mode = acl::mode_without(name, value, mode);
             }
             other => other.at(path)?,
         }
@@ -396,28 +396,10 @@ pub(super) fn set_meta(tree: &Tree, path: &Path, id: Id, notes: &mut BTreeMap<&'
     rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).at(path)
 }
 
-/// The mode of a file that cannot have the attribute `name`: without its access control list the mask in the mode would be
-/// the owning group's permission.
-fn mode_without(name: &[u8], value: &[u8], mode: u16) -> u16 {
-    match acl::Acl::from_attribute(value) {
-        Some(list) if name == acl::ACCESS => mode & 0o7000 | list.narrow_mode(),
-        _ => mode,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::tree::{Inode, Meta};
-
-    #[test]
-    fn a_file_without_its_list_has_a_narrow_mode() {
-        let list =
-            acl::Acl::parse(b"user::rw-,user:1:rwx,group::r--,mask::rwx,other::---").unwrap().to_attribute().unwrap();
-        assert_eq!(mode_without(acl::ACCESS, &list, 0o4670), 0o4640);
-        assert_eq!(mode_without(acl::DEFAULT, &list, 0o670), 0o670);
-        assert_eq!(mode_without(b"user.a", b"1", 0o670), 0o670);
-    }
 
     #[test]
     fn a_path_too_long_for_a_directory_is_one_short_line() {
