@@ -54,13 +54,16 @@ static RANGES: [AtomicU64; COUNT] = [const { AtomicU64::new(0) }; COUNT];
 
 /// Registers `range` in the place of the range before; an empty range if the memory is gone.
 pub(crate) fn register(owned: Owned, range: Range) {
-    let word = if range.is_empty() { 0 } else { ((range.start / PAGE) << PAGES_BITS) | range.pages() };
-    RANGES[owned as usize].store(word, Ordering::Release);
+    RANGES[owned as usize].store(pack(range), Ordering::Release);
 }
 
 /// The range of `owned`, empty if there is none.
 pub(crate) fn range_of(owned: Owned) -> Range {
     unpack(&RANGES[owned as usize])
+}
+
+const fn pack(range: Range) -> u64 {
+    if range.is_empty() { 0 } else { ((range.start / PAGE) << PAGES_BITS) | range.pages() }
 }
 
 fn unpack(word: &AtomicU64) -> Range {
@@ -96,6 +99,38 @@ pub(crate) fn empty_staging(range: Range, rights: i32, mover: &Uffd) {
     let _ = mover.register(range, uffd::MODE_WP);
 }
 
+/// Memory of the agent's that is registered for as long as it is mapped: its address may be the program's afterwards.
+#[derive(Debug)]
+pub(crate) struct OwnedMapping {
+    _map: mem::Mapping,
+    owned: Owned,
+    range: Range,
+}
+
+impl OwnedMapping {
+    /// Takes over `map`, of which the agent uses `range`, and hides it. It is not registered yet: another may stand there still.
+    pub(crate) fn new(owned: Owned, map: mem::Mapping, range: Range) -> OwnedMapping {
+        hide(&map);
+        OwnedMapping { _map: map, owned, range }
+    }
+
+    /// Registers it in the place of the range before.
+    pub(crate) fn register(&self) {
+        register(self.owned, self.range);
+    }
+
+    pub(crate) const fn range(&self) -> Range {
+        self.range
+    }
+}
+
+impl Drop for OwnedMapping {
+    fn drop(&mut self) {
+        // What stands there by now may be a successor's.
+        let _ = RANGES[self.owned as usize].compare_exchange(pack(self.range), 0, Ordering::AcqRel, Ordering::Relaxed);
+    }
+}
+
 /// Leaves a mapping of the agent's out of forked children and core dumps.
 pub(crate) fn hide(map: &mem::Mapping) {
     hide_range(map.addr(), map.len() as u64);
@@ -106,5 +141,31 @@ pub(crate) fn hide_range(addr: u64, len: u64) {
     for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
         // SAFETY: the advice changes no bytes of this process.
         let _ = unsafe { mem::advise(addr, len, advice) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_owned_as_long_as_it_is_mapped() {
+        // No other test has one.
+        let owned = Owned::LeaseStack;
+        let make = || {
+            let map = mem::Mapping::anonymous(2 * PAGE_SIZE).unwrap();
+            let range = Range::pages_from(map.addr(), 2);
+            OwnedMapping::new(owned, map, range)
+        };
+        let (first, second) = (make(), make());
+        let ranges = [first.range(), second.range()];
+        assert_eq!(ranges.map(first_in), [None; 2], "not registered yet");
+        first.register();
+        second.register();
+        assert_eq!(ranges.map(first_in), [None, Some(ranges[1])], "a successor stands in its place");
+        drop(first);
+        assert_eq!(first_in(ranges[1]), Some(ranges[1]), "and stays when the first is unmapped");
+        drop(second);
+        assert_eq!(ranges.map(first_in), [None; 2], "the addresses may be the program's now");
     }
 }

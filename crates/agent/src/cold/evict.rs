@@ -99,7 +99,7 @@ impl ColdSession {
         }
         self.make_exclusive(channel, count);
         let (Some(staging), Some(mover)) = (&self.staging, &self.mover) else { return Ok(0) };
-        owned_ranges::empty_staging(Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64), RIGHTS, mover);
+        owned_ranges::empty_staging(staging.range(), RIGHTS, mover);
         Ok(count)
     }
 
@@ -159,7 +159,7 @@ impl ColdSession {
             return;
         }
         let pages = range.pages() as usize;
-        let base = staging.addr() + (place * PAGE_SIZE) as u64;
+        let base = staging.range().start + (place * PAGE_SIZE) as u64;
         // Marked before the move, so that an absent page never counts as untouched while the owner lock is given away for a moment.
         for addr in (range.start..range.end).step_by(PAGE_SIZE) {
             self.residency.set_state(addr, FROZEN);

@@ -5,7 +5,7 @@
 use super::leave::restore_discards;
 use super::session::{ColdSession, Connection, RESIDENCY, TIER_MAX, TOLERANCE_PPM, WAKEUP};
 use crate::address_space::maps::Maps;
-use crate::owned_ranges::{self, Owned};
+use crate::owned_ranges::{self, Owned, OwnedMapping};
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, is_lasting, wait_for_answer};
 use crate::state::{is_leased, read_settings};
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -96,13 +96,13 @@ pub(super) fn set_up(cold: &mut Option<ColdSession>, channel: &Channel, device: 
     let Some(cold) = cold else { return Err(Errno(libc::EPROTO)) };
     if cold.staging.is_none() {
         let mover = Uffd::new(device, uffd::FEATURE_MOVE | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_PAGEFAULT_FLAG_WP)?;
-        let staging = mem::Mapping::anonymous(FETCH_PAGES_MAX * PAGE_SIZE)?;
-        owned_ranges::hide(&staging);
-        let range = Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64);
+        let map = mem::Mapping::anonymous(FETCH_PAGES_MAX * PAGE_SIZE)?;
+        let range = Range::pages_from(map.addr(), FETCH_PAGES_MAX as u64);
+        let staging = OwnedMapping::new(Owned::ColdStaging, map, range);
         // The target of a move must be registered; not in missing mode, so that no thread ever waits there.
         mover.register(range, uffd::MODE_WP)?;
         WAKEUP.register(&mover);
-        owned_ranges::register(Owned::ColdStaging, range);
+        staging.register();
         cold.mover = Some(mover);
         cold.staging = Some(staging);
     }

@@ -9,8 +9,6 @@ use super::fault_in::dismiss_standby;
 use super::handshake::connect;
 use super::lease::ask_end_of_lease;
 use super::session::ColdSession;
-use crate::limits::NOTHING;
-use crate::owned_ranges::{self, Owned};
 use crate::runtime::connection::REFUSED_MS;
 use crate::runtime::housekeeping::exit_if_alone;
 use crate::runtime::thread::{begin_thread, exit_thread};
@@ -97,5 +95,4 @@ fn serve_while(phase: &AtomicU32) {
     }
     cold.into_iter().for_each(ColdSession::leave);
     dismiss_standby();
-    owned_ranges::register(Owned::ColdStaging, NOTHING);
 }

@@ -1,11 +1,10 @@
 //! What the thread of a cold client keeps over all its connections, and what the program's threads ask of it.
 
 use crate::address_space::maps::Maps;
-use crate::owned_ranges::Owned;
+use crate::owned_ranges::{Owned, OwnedMapping};
 use crate::runtime::wakeup::Wakeup;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
-use pagefold_os::mem;
 use pagefold_os::uffd::Uffd;
 use pagefold_protocol::channel::Channel;
 use pagefold_protocol::residency_map::{EVICTED, ResidencyMap};
@@ -43,7 +42,7 @@ pub(super) struct ColdSession {
     pub(super) bare: bool,
     /// Holds the staging area, where no thread ever waits, and the wakeup page.
     pub(super) mover: Option<Uffd>,
-    pub(super) staging: Option<mem::Mapping>,
+    pub(super) staging: Option<OwnedMapping>,
     pub(super) residency_fd: Fd,
     pub(super) residency: ResidencyMap,
 }

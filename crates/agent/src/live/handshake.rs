@@ -9,8 +9,7 @@ use super::staging::Staging;
 use crate::address_space::heap::HeapEnd;
 use crate::address_space::maps::Maps;
 use crate::address_space::rss_watch::RssWatch;
-use crate::limits::NOTHING;
-use crate::owned_ranges::{self, Owned, hide};
+use crate::owned_ranges::hide;
 use crate::runtime::affinity::Affinity;
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
 use crate::runtime::housekeeping::exit_if_alone;
@@ -181,8 +180,6 @@ fn set_up(
     let heap = HeapEnd::new(device)?;
     let is_new = new.is_some();
     staging.own();
-    // What an agent before this one had is unmapped.
-    owned_ranges::register(Owned::HugeStaging, NOTHING);
     // From here on nothing fails: merged ranges hang on it.
     let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
     let agent = Agent {

@@ -10,8 +10,8 @@ use super::session::{Agent, PAGE};
 use super::staging::USUAL;
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::prefault;
-use crate::limits::{HUGE_LEN, HUGE_PAGES, NOTHING};
-use crate::owned_ranges::{self, Owned, hide};
+use crate::limits::{HUGE_LEN, HUGE_PAGES};
+use crate::owned_ranges::{Owned, OwnedMapping};
 use core::ffi::c_int;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
@@ -44,11 +44,11 @@ impl Agent {
         let Some(first) = pieces.first() else { return false };
         let span = Range { start: first.addr, end: first.addr + HUGE_LEN };
         let rights = self.rights_of_plain(span.start);
-        if !self.is_huge(span) || !self.make_huge_staging(rights) {
+        if !self.is_huge(span) {
             return false;
         }
+        let Some(staging) = self.make_huge_staging(rights) else { return false };
         self.read_slots(pieces);
-        let staging = owned_ranges::range_of(Owned::HugeStaging).start;
         let Some(mut freeze) = self.freeze(span, rights, staging) else { return false };
         outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
         let merged = freeze.take_huge() && freeze.are_equal(pieces) && freeze.map_all(pieces, outcomes);
@@ -60,7 +60,7 @@ impl Agent {
         freeze.end(pieces, outcomes, if is_whole { HUGE_LEN } else { 0 });
         if !is_whole {
             // The place has a page table of small pages now, and would take no huge page again.
-            self.forget_huge_staging();
+            self.huge_staging = None;
         }
         merged
     }
@@ -86,35 +86,28 @@ impl Agent {
         matches!(seen, Ok((1, _))) && found[0].start == range.start && found[0].end == range.end
     }
 
-    /// Makes the place where a frozen huge page with `rights` waits, if there is none. Returns false if that fails.
-    fn make_huge_staging(&mut self, rights: c_int) -> bool {
-        if self.huge_staging.as_ref().is_some_and(|(_, has)| *has == rights) {
-            return true;
+    /// Where a frozen huge page with `rights` waits; the place is made if there is none. `None` if that fails.
+    fn make_huge_staging(&mut self, rights: c_int) -> Option<u64> {
+        if let Some((place, has)) = &self.huge_staging
+            && *has == rights
+        {
+            return Some(place.range().start);
         }
-        self.forget_huge_staging();
+        self.huge_staging = None;
         let begin = |map: &mem::Mapping| map.addr().next_multiple_of(HUGE_LEN);
         let aligned = |map: &mem::Mapping| begin(map) + HUGE_LEN <= map.addr() + map.len() as u64;
         let make = |len| mem::Mapping::anonymous(len).ok().filter(aligned);
-        let Some(map) = make(HUGE_LEN as usize).or_else(|| make(2 * HUGE_LEN as usize)) else { return false };
+        let map = make(HUGE_LEN as usize).or_else(|| make(2 * HUGE_LEN as usize))?;
         // SAFETY: the mapping is ours; its rights only grow.
         if rights != USUAL && unsafe { mem::protect(map.addr(), map.len() as u64, rights) }.is_err() {
-            return false;
+            return None;
         }
-        hide(&map);
         let start = begin(&map);
-        let range = Range { start, end: start + HUGE_LEN };
-        if self.watch.register(range, uffd::MODE_WP).is_err() {
-            return false;
-        }
-        owned_ranges::register(Owned::HugeStaging, range);
-        self.huge_staging = Some((map, rights));
-        true
-    }
-
-    /// Frees the place where a frozen huge page waits.
-    pub(super) fn forget_huge_staging(&mut self) {
-        self.huge_staging = None;
-        owned_ranges::register(Owned::HugeStaging, NOTHING);
+        let place = OwnedMapping::new(Owned::HugeStaging, map, Range { start, end: start + HUGE_LEN });
+        self.watch.register(place.range(), uffd::MODE_WP).ok()?;
+        place.register();
+        self.huge_staging = Some((place, rights));
+        Some(start)
     }
 }
 

@@ -164,7 +164,7 @@ impl Agent {
         cold::lease(|| {
             // Watches nothing: the kernel takes a range from one descriptor only.
             self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
-            self.forget_huge_staging();
+            self.huge_staging = None;
             self.staging.register_again(&self.watch)
         })
     }

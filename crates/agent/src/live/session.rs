@@ -9,7 +9,7 @@ use crate::address_space::maps::Maps;
 use crate::address_space::regions::is_left_alone;
 use crate::address_space::rss_watch::RssWatch;
 use crate::limits::NURSERY_LEN;
-use crate::owned_ranges::{self, Owned};
+use crate::owned_ranges::{self, Owned, OwnedMapping};
 use crate::runtime::affinity::Affinity;
 use crate::runtime::wakeup::Wakeup;
 use crate::state::{AGENT, ATTACHED, SHARED};
@@ -54,7 +54,7 @@ pub(crate) struct Agent {
     /// Where frozen pages wait.
     pub(super) staging: Staging,
     /// Where a frozen huge page waits, and the rights there; `None` before it is needed.
-    pub(super) huge_staging: Option<(mem::Mapping, c_int)>,
+    pub(super) huge_staging: Option<(OwnedMapping, c_int)>,
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     pub(super) nursery: Option<Option<u64>>,
     pub(super) segments: [Option<Segment>; SEGMENTS_HELD],

@@ -3,8 +3,7 @@
 //! The kernel moves pages only between mappings with the same rights: a refused move is also the proof that a span has others than the
 //! agent assumed. So memory that can be executed has a staging area of its own, made when such memory is listed first.
 
-use crate::limits::NOTHING;
-use crate::owned_ranges::{self, Owned, hide};
+use crate::owned_ranges::{Owned, OwnedMapping};
 use core::ffi::c_int;
 use pagefold_os::raw::Result;
 use pagefold_os::uffd::{self, Uffd};
@@ -19,8 +18,8 @@ pub(super) const EXECUTABLE: c_int = USUAL | libc::PROT_EXEC;
 /// The staging areas for spans of small pages.
 #[derive(Debug)]
 pub(super) struct Staging {
-    usual: mem::Mapping,
-    executable: Option<mem::Mapping>,
+    usual: OwnedMapping,
+    executable: Option<OwnedMapping>,
 }
 
 impl Staging {
@@ -29,22 +28,22 @@ impl Staging {
     /// # Errors
     /// The kernel's: no room, or `watch` cannot register the area.
     pub(super) fn new(watch: &Uffd) -> Result<Staging> {
-        let usual = make(USUAL)?;
+        let usual = make(Owned::Staging, USUAL)?;
         register(watch, &usual)?;
         Ok(Staging { usual, executable: None })
     }
 
-    /// Has the agent leave its areas alone, and none that an agent before had, which is unmapped.
+    /// Has the agent leave its areas alone, in the place of those that an agent before had.
     pub(super) fn own(&self) {
-        owned_ranges::register(Owned::Staging, range_of(&self.usual));
-        owned_ranges::register(Owned::ExecutableStaging, self.executable.as_ref().map_or(NOTHING, range_of));
+        self.usual.register();
+        self.executable.iter().for_each(OwnedMapping::register);
     }
 
     /// Where the area for memory with `rights` begins; `None` if there is none.
     pub(super) fn start(&self, rights: c_int) -> Option<u64> {
         match rights {
-            USUAL => Some(self.usual.addr()),
-            EXECUTABLE => self.executable.as_ref().map(mem::Mapping::addr),
+            USUAL => Some(self.usual.range().start),
+            EXECUTABLE => self.executable.as_ref().map(|area| area.range().start),
             _ => None,
         }
     }
@@ -53,11 +52,11 @@ impl Staging {
     /// (`PR_SET_MDWE`, SELinux), there stays none.
     pub(super) fn add_executable(&mut self, watch: &Uffd) {
         if self.executable.is_none()
-            && let Ok(map) = make(EXECUTABLE)
-            && register(watch, &map).is_ok()
+            && let Ok(area) = make(Owned::ExecutableStaging, EXECUTABLE)
+            && register(watch, &area).is_ok()
         {
-            owned_ranges::register(Owned::ExecutableStaging, range_of(&map));
-            self.executable = Some(map);
+            area.register();
+            self.executable = Some(area);
         }
     }
 
@@ -66,29 +65,24 @@ impl Staging {
     /// # Errors
     /// As the kernel says.
     pub(super) fn register_again(&mut self, watch: &Uffd) -> Result<()> {
-        owned_ranges::register(Owned::ExecutableStaging, NOTHING);
         self.executable = None;
         register(watch, &self.usual)
     }
 }
 
-fn range_of(map: &mem::Mapping) -> Range {
-    Range { start: map.addr(), end: map.addr() + map.len() as u64 }
-}
-
-fn make(rights: c_int) -> Result<mem::Mapping> {
+fn make(owned: Owned, rights: c_int) -> Result<OwnedMapping> {
     let map = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
     if rights != USUAL {
         // SAFETY: the mapping is ours; its rights only grow.
         unsafe { mem::protect(map.addr(), map.len() as u64, rights) }?;
     }
-    // What a child shares cannot be moved back.
-    hide(&map);
-    Ok(map)
+    let range = Range::pages_from(map.addr(), FREEZE_PAGES_MAX as u64);
+    // A child must not have it: what it shared could not be moved back.
+    Ok(OwnedMapping::new(owned, map, range))
 }
 
 /// The target of a move must be registered. Not in missing mode: a thread that touches all memory (mlockall(2), a debugger) would wait
 /// there for ever.
-fn register(watch: &Uffd, map: &mem::Mapping) -> Result<()> {
-    watch.register(range_of(map), uffd::MODE_WP)
+fn register(watch: &Uffd, area: &OwnedMapping) -> Result<()> {
+    watch.register(area.range(), uffd::MODE_WP)
 }
