@@ -165,6 +165,7 @@ fn nothing_mounted_is_collected() {
 
 #[test]
 fn an_unreadable_lease_is_named() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let user = PlainUser::new(&scratch);
     let lease = user.store.join("domains/default/leases/0123456789abcdef");

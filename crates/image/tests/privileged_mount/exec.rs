@@ -1,7 +1,7 @@
 //! Commands that run with an image as their root directory.
 
 use crate::common::{build_dir, build_to_run};
-use crate::fixture::{Fixture, Scratch, exec_in, run_in, runnable};
+use crate::fixture::{Fixture, Scratch, alone, exec_in, run_in, runnable};
 use pagefold_image::mount::Options;
 use pagefold_image::store::{RunConfig, Store};
 use pagefold_image::{mount, mounts};
@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 
 #[test]
 fn a_command_runs_with_the_image_as_its_root() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let tree = scratch.dir("tree");
     runnable(&tree);
@@ -34,6 +35,7 @@ fn a_command_runs_with_the_image_as_its_root() {
 
 #[test]
 fn a_command_that_cannot_be_started_leaves_nothing() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let tree = scratch.dir("tree");
     runnable(&tree);
@@ -62,6 +64,7 @@ fn a_command_that_cannot_be_started_leaves_nothing() {
 
 #[test]
 fn a_command_finds_terminals_and_its_start_directory() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let (tree, root) = (scratch.dir("tree"), scratch.dir("store"));
     runnable(&tree);
@@ -76,6 +79,7 @@ fn a_command_finds_terminals_and_its_start_directory() {
 
 #[test]
 fn a_command_runs_as_the_images_user() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let (tree, root) = (scratch.dir("tree"), scratch.dir("store"));
     runnable(&tree);
@@ -108,6 +112,7 @@ fn a_command_runs_as_the_images_user() {
 
 #[test]
 fn an_oci_runtime_takes_the_mounted_tree_as_its_root() {
+    let _alone = alone();
     let runtimes: Vec<&str> = ["crun", "runc"]
         .into_iter()
         .filter(|name| Command::new(name).arg("--version").stdout(Stdio::null()).status().is_ok())

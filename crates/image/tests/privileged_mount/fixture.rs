@@ -117,8 +117,8 @@ pub fn sample(dir: &Path) {
     }
 }
 
-/// Keeps other tests out that make mount namespaces or check what is collected: a new namespace copies all mounts, and
-/// metadata directories stay while some process sees only a part of its namespace.
+/// For each test that makes a mount namespace, runs a command in an image, or checks what is collected: one at a time. A new namespace
+/// copies all mounts, and metadata directories stay while some process sees only a part of its namespace.
 pub fn alone() -> MutexGuard<'static, ()> {
     static NAMESPACES: Mutex<()> = Mutex::new(());
     NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner)

@@ -150,6 +150,7 @@ fn images_are_mounted_and_run_on_full_and_read_only_disks() {
 
 #[test]
 fn a_full_disk_fails_the_build_and_nothing_else() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let small = scratch.dir("small");
     rustix::mount::mount("tmpfs", &small, "tmpfs", rustix::mount::MountFlags::empty(), c"size=8m").unwrap();
@@ -182,6 +183,7 @@ fn a_full_disk_fails_the_build_and_nothing_else() {
 /// A metadata directory is complete, or does not exist, however much room the disk has.
 #[test]
 fn a_full_disk_leaves_no_incomplete_metadata_directory() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let (disk, at) = (scratch.dir("disk"), scratch.dir("mnt"));
     let file = scratch.path().join("image");

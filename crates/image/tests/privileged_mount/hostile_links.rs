@@ -1,7 +1,7 @@
 //! Links of an image never lead `exec` outside of it.
 
 use crate::common::{build_dir, build_to_run};
-use crate::fixture::{Scratch, exec_in, runnable};
+use crate::fixture::{Scratch, alone, exec_in, runnable};
 use pagefold_image::store::{RunConfig, Store};
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,6 +9,7 @@ use std::path::Path;
 
 #[test]
 fn links_of_an_image_never_lead_exec_to_the_host() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let (host, root) = (scratch.dir("host"), scratch.dir("store"));
     let store = Store::open(&root, "default").unwrap();
@@ -42,6 +43,7 @@ fn links_of_an_image_never_lead_exec_to_the_host() {
 
 #[test]
 fn a_start_directory_is_never_outside_the_image() {
+    let _alone = alone();
     let Some(scratch) = Scratch::new() else { return };
     let (tree, root, host) = (scratch.dir("tree"), scratch.dir("store"), scratch.dir("host"));
     fs::write(host.join("of the host"), "").unwrap();
