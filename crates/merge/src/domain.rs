@@ -10,6 +10,7 @@ mod inherit;
 mod remap;
 mod replicated_slots;
 mod slot_budget;
+mod unlisted_slots;
 mod watch_stage;
 
 use crate::client::{Client, Gone, PoolMapping};
@@ -201,6 +202,8 @@ struct Work {
     mappings: i64,
     /// Mappings of pool segments that are not this daemon's.
     foreign: Vec<PoolMapping>,
+    /// Ranges that were healed before the table had them: they are protected already, so no look will tell of them.
+    healed_unknown: Vec<Range>,
     /// Why they are not.
     not_inherited: inherit::NotInherited,
     /// Chunks of huge pages to be probed in this period, the first last.
@@ -304,6 +307,7 @@ pub struct Domain {
     compaction: Mutex<compact::Compaction>,
     /// First slots of runs of equal ones.
     repeats: RwLock<BTreeSet<Slot>>,
+    unlisted: Mutex<unlisted_slots::UnlistedSlots>,
     /// Room for fetched pages, for each worker at work one.
     buffers: Mutex<Vec<Vec<Page>>>,
     counters: Counters,
@@ -349,6 +353,7 @@ impl Domain {
             index_changes: AtomicU64::new(0),
             compaction: Mutex::default(),
             repeats: RwLock::default(),
+            unlisted: Mutex::default(),
             buffers: Mutex::default(),
             counters: Counters::default(),
             config,
@@ -378,6 +383,7 @@ impl Domain {
             next_period_ns: 0,
             mappings: 0,
             foreign: Vec::new(),
+            healed_unknown: Vec::new(),
             not_inherited: inherit::NotInherited::default(),
             probes: Vec::new(),
             deferred: Vec::new(),
@@ -746,7 +752,10 @@ impl Domain {
         let pool = self.pool.stats();
         let sum = |f: fn(&ClientStats) -> u64| clients.values().map(f).sum::<u64>();
         let pages_zero = sum(|client| client.pages_zero);
-        let metadata_bytes = sum(|client| client.metadata_bytes) + self.index.memory_bytes() + pool.metadata_bytes;
+        let metadata_bytes = sum(|client| client.metadata_bytes)
+            + self.index.memory_bytes()
+            + self.unlisted_bytes()
+            + pool.metadata_bytes;
         let mapping_bytes = sum(|client| client.mappings) * MAPPING_BYTES;
         let deduplicated_bytes = (pool.pages_sharing + pages_zero) * PAGE_SIZE as u64;
         DomainStats {

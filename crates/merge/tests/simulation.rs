@@ -94,13 +94,20 @@ fn huge_pages_that_are_merged_whole_show_what_was_written_last() {
     assert!(env("PAGEFOLD_SIM_SEED").is_some() || whole > 50, "{whole} huge pages");
 }
 
+/// Seeds that once left a page: slots of one content in two segments of an earlier daemon, of which only the released one was
+/// in the index (595, 606, 775), and pages that were healed before the table had them (356, 853).
+const SEEDS_THAT_LEFT_A_PAGE: [u64; 5] = [356, 595, 606, 775, 853];
+
 /// With the writers stopped, every duplicate is merged in the end, broken pages included: none is forgotten. Of what the
 /// simulation cannot expect to be merged [`Process::mergeable`](pagefold_merge::sim::Process::mergeable) tells the reasons.
 #[test]
 fn when_writers_rest_every_duplicate_is_merged() {
     let mut all = Summary::default();
     let mut failures = Vec::new();
-    for seed in seeds(150) {
+    let range = seeds(150);
+    let again =
+        SEEDS_THAT_LEFT_A_PAGE.into_iter().filter(|seed| env("PAGEFOLD_SIM_SEED").is_none() && !range.contains(seed));
+    for seed in range.clone().chain(again) {
         let plan = Plan::of_seed(seed);
         let options = Options { mappings_max: None, exits: false, ..plan.options };
         let config = Config { vma_budget: 16_000, pool_max_bytes: 1 << 40, ..plan.config };

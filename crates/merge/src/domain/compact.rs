@@ -13,7 +13,7 @@ use super::{Domain, Entry, Member, Work};
 use crate::client::{Gone, PoolMapping};
 use pagefold_os::sync::{lock, read};
 use pagefold_os::{PAGE_SIZE, Page, Range};
-use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::{Fingerprint, SLOTS_PER_SEGMENT, Slot};
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
@@ -142,13 +142,25 @@ impl Domain {
     /// Has the index lead to `slot` for pages that equal `page`, its content. Returns what the owner of a candidate with that
     /// content is to be told.
     pub(super) fn offer(&self, slot: Slot, page: &Page) -> Option<(Entry, Option<Slot>)> {
-        let fingerprint = self.key.fingerprint(page);
+        self.offer_as(self.key.fingerprint(page), slot)
+    }
+
+    /// The same by the fingerprint of the content.
+    pub(super) fn offer_as(&self, fingerprint: Fingerprint, slot: Slot) -> Option<(Entry, Option<Slot>)> {
         let mine = Entry::Slot(slot).value();
-        // A full index, or a slot elsewhere: then this slot gets no new sharers.
+        // Where the index is full, this slot gets no new sharers.
         let Ok(Some(found)) = self.index.get_or_insert(fingerprint, mine) else { return None };
-        let entry = Entry::from_value(found);
-        let is_candidate = matches!(entry, Entry::Candidate { .. });
-        (is_candidate && self.index.replace(fingerprint, found, mine)).then_some((entry, Some(slot)))
+        match Entry::from_value(found) {
+            Entry::Slot(other) => {
+                if other != slot {
+                    self.note_unlisted(fingerprint, slot);
+                }
+                None
+            }
+            entry @ Entry::Candidate { .. } => {
+                self.index.replace(fingerprint, found, mine).then_some((entry, Some(slot)))
+            }
+        }
     }
 }
 

@@ -72,6 +72,8 @@ impl Domain {
             write(&self.repeats).remove(&first);
             return led_to();
         }
+        // Other pages show it still.
+        self.note_unlisted(fingerprint, slot);
         Some(first)
     }
 

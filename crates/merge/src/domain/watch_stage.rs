@@ -86,6 +86,7 @@ impl Domain {
             |number| write(&self.chunks).give_back(number),
         );
         self.count(|c| &c.pages_discarded, discarded);
+        note_healed_unknown(work, has_all);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
         let has_all = has_all && !self.may_inherit_later(work);
         // All plain memory, not only ranges that are new to the table: where the program mapped or discarded, unwatched memory
@@ -358,11 +359,7 @@ impl Domain {
         let mut runs: Vec<Range> = Vec::new();
         for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.broken > 0) {
             for index in chunk.pages().filter(|index| ripe(chunk.state(*index))) {
-                let page = Range::pages_from(chunk.page_addr(index), 1);
-                match runs.last_mut() {
-                    Some(last) if last.end == page.start => last.end = page.end,
-                    _ => runs.push(page),
-                }
+                push_page(&mut runs, chunk.page_addr(index));
             }
         }
         if runs.is_empty() {
@@ -403,6 +400,9 @@ impl Domain {
                         }
                         healed += 1;
                         work.table.set(addr, State::Armed { silent: 0, backoff, fresh: false });
+                        if work.table.find(addr).is_none() {
+                            push_page(&mut work.healed_unknown, addr);
+                        }
                     } else if let State::Broken { .. } = state {
                         // Something may be reading into it: try again as late as it took to get here.
                         work.table.set(addr, State::Broken { age: 0, backoff });
@@ -471,11 +471,17 @@ impl Domain {
         for segment in self.pool.unshared() {
             let key = &self.key;
             let index = &self.index;
+            let mut elsewhere = Vec::new();
             let released = self.pool.release(segment, |slot, page| {
-                index.remove(key.fingerprint(page), Entry::Slot(slot).value());
+                let fingerprint = key.fingerprint(page);
+                index.remove(fingerprint, Entry::Slot(slot).value());
+                if self.has_unlisted(fingerprint) {
+                    elsewhere.push(fingerprint);
+                }
             });
             if released {
                 write(&self.repeats).retain(|first| first.segment() != segment);
+                self.notify_owners(&self.list_instead(segment, &elsewhere));
             }
         }
     }
@@ -612,6 +618,29 @@ fn end_period(work: &mut Work) -> bool {
         }
     }
     aged
+}
+
+/// Takes up the pages that were healed before the table had them. Those that it does not have now are none of ours if it `has_all`.
+fn note_healed_unknown(work: &mut Work, has_all: bool) {
+    for range in std::mem::take(&mut work.healed_unknown) {
+        for addr in (range.start..range.end).step_by(PAGE_SIZE) {
+            match work.table.find(addr) {
+                Some((chunk, index)) if chunk.state(index) == State::Unknown => {
+                    work.table.set(addr, State::Armed { silent: 0, backoff: 1, fresh: false });
+                }
+                None if !has_all => push_page(&mut work.healed_unknown, addr),
+                _ => {}
+            }
+        }
+    }
+}
+
+fn push_page(ranges: &mut Vec<Range>, addr: u64) {
+    let page = Range::pages_from(addr, 1);
+    match ranges.last_mut() {
+        Some(last) if last.end == page.start => last.end = page.end,
+        _ => ranges.push(page),
+    }
 }
 
 /// Another period of waiting is over for huge pages; notes which are due, the first last.
