@@ -29,7 +29,7 @@ fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
         assert!(back == **data, "page {page} came back wrong");
     }
     let name = match (effort, patches) {
-        (Effort::Fast, _) => "tier, LZ4",
+        (Effort::Fast | Effort::Ready, _) => "tier, LZ4",
         (Effort::Dense, false) => "tier, zstd + dictionary",
         (Effort::Dense, true) => "tier, zstd + dictionary + patches",
     };

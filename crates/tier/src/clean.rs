@@ -175,6 +175,20 @@ mod tests {
     }
 
     #[test]
+    fn a_page_that_is_to_be_ready_is_not_made_dense() {
+        let tier = Tier::create(Config { bytes_max: 8 << 20, ..Config::default() }, None).unwrap();
+        for (page, effort) in [(0, Effort::Ready), (1, Effort::Fast)] {
+            tier.store(1, page, &texty(2 * page), effort).unwrap();
+        }
+        assert_eq!((tier.recompress_all(), tier.recompress_all()), (1, 0));
+        let mut page = [0; PAGE_SIZE];
+        for number in [0, 1] {
+            tier.load(1, number, &mut page).unwrap();
+            assert!(page == texty(2 * number));
+        }
+    }
+
+    #[test]
     fn contents_that_are_cold_for_days_do_not_look_fresh() {
         let file = crate::BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
         let config = Config { bytes_max: 8 << 20, patches: false, ..Config::default() };

@@ -6,6 +6,8 @@ pub enum Effort {
     /// LZ4: fastest to load.
     #[default]
     Fast,
+    /// As [`Fast`](Self::Fast), and the cleaner leaves it so: for a page that is likely to be loaded soon.
+    Ready,
     /// Zstandard with the domain's dictionary, or a patch against a near page: smallest.
     Dense,
 }

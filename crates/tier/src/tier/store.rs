@@ -5,7 +5,7 @@ use crate::arena::{NoSlot, ReserveClass};
 use crate::codec::{self, Codec, PATCH_HEAD, RAW_ABOVE_BYTES};
 use crate::config::Effort;
 use crate::error::StoreError;
-use crate::layout::{self, LEAF_PAGES, Meta, PATCHES_SHIFT, Shown, leaf_key};
+use crate::layout::{self, LEAF_PAGES, Meta, PATCHES_SHIFT, Shown, TRIED, leaf_key};
 use crate::page_directory::ClientPages;
 use crate::stats::count;
 use pagefold_os::Page;
@@ -167,7 +167,9 @@ impl Tier {
             Codec::Fill
         } else {
             let own = match effort {
-                Effort::Fast => worker.coder.lz4(data, RAW_ABOVE_BYTES).map(|bytes| (Codec::Lz4, bytes)),
+                Effort::Fast | Effort::Ready => {
+                    worker.coder.lz4(data, RAW_ABOVE_BYTES).map(|bytes| (Codec::Lz4, bytes))
+                }
                 Effort::Dense => {
                     let (number, trained) = self.current_dictionary();
                     dictionary = number;
@@ -200,6 +202,9 @@ impl Tier {
         worker.encoded = encoded;
         match written {
             Ok(at) => {
+                if effort == Effort::Ready && codec == Codec::Lz4 {
+                    self.arena.word(at + 1).fetch_or(TRIED, Ordering::Relaxed);
+                }
                 // Only these codecs may be the base of a patch.
                 if matches!(codec, Codec::Raw | Codec::Zstd) {
                     self.contents.remember(&self.hasher, data, at);
