@@ -44,9 +44,9 @@ pub(crate) fn start_client(group: &Arc<Group>, client: &Arc<Client>) -> io::Resu
 }
 
 /// Brings back, beside the client's own thread, the pages that its last wakings touched.
-pub(crate) fn start_waking(group: &Arc<Group>, client: &Arc<Client>, pages: Vec<u64>) {
+pub(crate) fn start_waking(group: &Arc<Group>, client: &Arc<Client>) {
     let (group, client) = (group.clone(), client.clone());
-    start("cold-wake".into(), LOADING_STACK_BYTES, move || evict::park::bring_ahead(&group, &client, &pages));
+    start("cold-wake".into(), LOADING_STACK_BYTES, move || evict::park::bring_ahead(&group, &client));
 }
 
 /// Starts the prefetcher, which ends when the group is dropped.

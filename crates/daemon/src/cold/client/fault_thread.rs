@@ -93,8 +93,8 @@ impl Client {
             if wants_room && !self.rang_evictor.swap(true, Ordering::AcqRel) {
                 group.ring();
             }
-            if let Some(pages) = self.wakings.take_due() {
-                threads::start_waking(group, self, pages);
+            if self.wakings.take_due() {
+                threads::start_waking(group, self);
             }
             if sum == 0 {
                 // The client keeps the owner lock, or has no memory: it bears the delay itself.

@@ -11,6 +11,8 @@ use std::sync::atomic::Ordering;
 
 /// A window of so many pages or more is brought back by two hands: decompression is what takes the time.
 const SHARED_FROM: u64 = 16;
+/// Pages that a waking client gets with the one that it waits for, if it went on with them at the wakings before.
+const FOLLOWING_PAGES: usize = 4;
 /// Pages read ahead before the thread looks for new faults.
 const READ_AHEAD_AT_ONCE: usize = 8;
 
@@ -154,6 +156,17 @@ impl Client {
         }
         if !self.copy_run(tier, page, page + 1, service.cluster[0].as_ptr() as u64).contains(&page) {
             return Served::Again;
+        }
+        // A waking client goes on as before: while it uses this page the next ones come.
+        let next = self.wakings.next_after(page, FOLLOWING_PAGES);
+        if !next.is_empty() && self.reserve_pages(next.len() as u64) == next.len() as u64 {
+            for page in next {
+                if self.table.state(page * PAGE) == EVICTED
+                    && tier.load_quietly(self.client_id, page, &mut service.cluster[0])
+                {
+                    self.copy_run(tier, page, page + 1, service.cluster[0].as_ptr() as u64);
+                }
+            }
         }
         // The other half goes to the prefetcher, if it is free.
         let (mut at, mut end) = (first, first + want);

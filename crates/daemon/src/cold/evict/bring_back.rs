@@ -42,12 +42,21 @@ fn batch_len(pages: &[u64]) -> usize {
 /// Brings these pages back in their order, as far as they are out and the client's limit has room for them. The caller holds the
 /// client's link.
 pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
+    let mut rest = pages;
+    bring_batches(group, client, || {
+        let (batch, after) = rest.split_at(batch_len(rest).min(rest.len()));
+        rest = after;
+        batch.to_vec()
+    });
+}
+
+/// Brings back the pages of `next`, as [`bring_back`] does, until that has no more: at most [`CLUSTER_PAGES`] at a time.
+pub(crate) fn bring_batches(group: &Group, client: &Client, mut next: impl FnMut() -> Vec<u64>) {
     let tier = &group.tier;
     let mut buffer = vec![[0; PAGE_SIZE]; CLUSTER_PAGES];
-    let mut rest = pages;
+    let mut batch = next();
     let mut refused = 0;
-    while !rest.is_empty() && !client.gone.load(Ordering::Relaxed) {
-        let (batch, after) = rest.split_at(batch_len(rest));
+    while !batch.is_empty() && !client.gone.load(Ordering::Relaxed) {
         if client.limits.reserve_pages(batch.len() as u64) < batch.len() as u64 {
             // What would fill the client's limit stays out; a touch brings it when there is room.
             return;
@@ -66,7 +75,7 @@ pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
                 }
                 continue;
             }
-            let came = client.copy_loaded(tier, batch, &loaded, &buffer);
+            let came = client.copy_loaded(tier, &batch, &loaded, &buffer);
             client.table.unlock();
             came
         };
@@ -79,7 +88,7 @@ pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
             }
             continue;
         }
-        rest = after;
+        batch = next();
     }
 }
 

@@ -5,6 +5,7 @@
 //! thread that talks to it never work at the same moment: with a worker for each other processor every processor has one thread.
 
 use super::batch::Copied;
+use crate::cold::idle::waking::Wakings;
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page};
 use pagefold_protocol::channel::Channel;
@@ -112,13 +113,16 @@ pub(crate) struct Target<'a> {
     pub tier: &'a Tier,
     pub client_id: u32,
     pub channel: &'a Channel,
+    /// What the client touches first when it wakes comes back soonest.
+    pub wakings: &'a Wakings,
 }
 
 impl Target<'_> {
     /// Stores the copy of a page, by way of `buffer`; false if it is refused.
     pub(crate) fn store(&self, one: &Copied, buffer: &mut Page, effort: Effort) -> bool {
         self.channel.read_page(one.place as usize, buffer);
-        self.tier.store(self.client_id, one.page, buffer, effort).is_ok()
+        let is_awaited = effort == Effort::Fast && self.wakings.remembers(one.page);
+        self.tier.store(self.client_id, one.page, buffer, if is_awaited { Effort::Ready } else { effort }).is_ok()
     }
 
     fn perform(&self, shared: &Shared, job: Job, buffer: &mut Page) {

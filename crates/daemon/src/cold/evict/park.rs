@@ -1,10 +1,10 @@
 //! One client is parked: everything of it is evicted. Or it is unparked: everything is brought back.
 
 use super::batch::{Run, runs_within};
-use super::bring_back::{bring_back, pages_out};
+use super::bring_back::{bring_back, bring_batches, pages_out};
 use super::resident::{evict_resident, resident, scan};
 use crate::cold::agent_connection::{AgentConnection, Gone};
-use crate::cold::client::Client;
+use crate::cold::client::{CLUSTER_PAGES, Client};
 use crate::cold::group::Group;
 use crate::cold::idle::signals;
 use pagefold_os::sync::lock;
@@ -15,6 +15,8 @@ use std::sync::atomic::Ordering;
 
 /// Resident pages that are evicted between two looks whether the client works: tens of milliseconds.
 const PART_PAGES: u64 = 4096;
+/// Pages that come ahead of a waking client's faults at a time: the program waits for the last of them.
+const AHEAD_PAGES: usize = 8;
 
 /// Puts everything of a client out that can go; returns the pages that went. What is quickest comes first: the cleaner
 /// makes dense what is out.
@@ -118,12 +120,17 @@ impl Parts {
     }
 }
 
-/// Brings back those of `pages` that are out, as far as there is room for them, unless the daemon stops.
-pub(crate) fn bring_ahead(group: &Group, client: &Client, pages: &[u64]) {
+/// Brings back what a client that has just woken is likely to touch, as far as there is room for it, unless the daemon stops.
+pub(crate) fn bring_ahead(group: &Group, client: &Client) {
     // Nothing goes out meanwhile.
     let held = lock(&client.link);
     if held.is_some() && !group.is_closing() {
-        bring_back(group, client, pages);
+        bring_batches(group, client, || {
+            let mut pages = client.wakings.next(AHEAD_PAGES);
+            // The rest of a long run is left to its faults.
+            pages.truncate(CLUSTER_PAGES);
+            pages
+        });
     }
 }
 

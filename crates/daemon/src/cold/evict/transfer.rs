@@ -109,7 +109,8 @@ impl Transfer<'_> {
         let mut batches = Batches::of(runs);
         let Some(mut copied) = self.copy_next(&mut batches, 0)? else { return Ok(Taken::default()) };
         let channel = self.link.channel().clone();
-        let target = Target { tier: self.tier, client_id: self.client.client_id, channel: &channel };
+        let Client { client_id, wakings, .. } = self.client;
+        let target = Target { tier: self.tier, client_id: *client_id, channel: &channel, wakings };
         if batches.is_empty() {
             let mut buffer = [0; PAGE_SIZE];
             copied.retain(|one| target.store(one, &mut buffer, self.effort()));
@@ -277,6 +278,7 @@ impl Transfer<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cold::idle::waking::Wakings;
     use pagefold_os::fd::Fd;
     use pagefold_os::{Page, sock};
     use pagefold_protocol::channel::Channel;
@@ -426,8 +428,10 @@ mod tests {
             Tier::create(pagefold_tier::Config { bytes_max: 8 << 20, ..Default::default() }, None).expect("memory");
         let around = Range { start: 0, end: 1 << 40 };
         let channel = Channel::create(c"channel").expect("memory");
+        let wakings = Wakings::default();
         std::thread::scope(|scope| {
-            let mut workers = CompressWorkers::start(scope, Target { tier: &tier, client_id: 1, channel: &channel });
+            let target = Target { tier: &tier, client_id: 1, channel: &channel, wakings: &wakings };
+            let mut workers = CompressWorkers::start(scope, target);
             // Batch after batch, several at once, until the tier is full: noise, so that each page takes room.
             let (mut state, mut refused) = (1_u64, 0);
             for first in (0..4000).step_by(FETCH_PAGES_MAX) {

@@ -13,6 +13,8 @@ const PAGES_MAX: u64 = 8192;
 
 /// Most runs of pages.
 const RUNS_MAX: usize = 2048;
+/// A client that faults so many runs ahead of what comes back has overtaken it; farther ahead it goes another way.
+const OVERTAKEN_MAX: u64 = 64;
 
 /// The client works, or is not watched.
 const AWAKE: u64 = 0;
@@ -32,24 +34,48 @@ pub(crate) struct Wakings {
 #[derive(Debug, Default)]
 struct Touched {
     runs: VecDeque<Range<u64>>,
-    /// The same runs, from start to end: each fault of a waking client asks whether its pages are known.
-    ends: BTreeMap<u64, u64>,
+    /// The same runs by their start, with their end and their number: each fault of a waking client asks for its page.
+    places: BTreeMap<u64, (u64, u64)>,
     pages: u64,
+    /// The number of the first run.
+    first: u64,
+    /// The number of the run that comes back next.
+    next: u64,
 }
 
 impl Touched {
     fn add(&mut self, run: &Range<u64>) {
-        if self.ends.range(..run.end).next_back().is_some_and(|(_, end)| run.start < *end) {
+        if self.places.range(..run.end).next_back().is_some_and(|(_, (end, _))| run.start < *end) {
             return;
         }
         self.pages += run.end - run.start;
-        self.ends.insert(run.start, run.end);
+        self.places.insert(run.start, (run.end, self.first + self.runs.len() as u64));
         self.runs.push_back(run.clone());
         while self.pages > PAGES_MAX || self.runs.len() > RUNS_MAX {
             let Some(oldest) = self.runs.pop_front() else { break };
             self.pages -= oldest.end - oldest.start;
-            self.ends.remove(&oldest.start);
+            self.places.remove(&oldest.start);
+            self.first += 1;
         }
+    }
+
+    /// The pages of the next runs, as many runs as have `pages_min`.
+    fn take_next(&mut self, pages_min: usize) -> Vec<u64> {
+        let mut pages = Vec::new();
+        self.next = self.next.max(self.first);
+        while pages.len() < pages_min
+            && let Some(run) = self.runs.get((self.next - self.first) as usize)
+        {
+            pages.extend(run.clone());
+            self.next += 1;
+        }
+        pages
+    }
+
+    /// The number of the run in which `page` lies.
+    fn number_of(&self, page: u64) -> Option<u64> {
+        let (_, (end, number)) = self.places.range(..=page).next_back()?;
+        (page < *end).then_some(*number)
     }
 }
 
@@ -71,7 +97,9 @@ impl Wakings {
             ASLEEP => {
                 // No clock is as young as these two numbers.
                 self.state.store(now_ns.max(ASLEEP + 1), Ordering::Relaxed);
-                self.due.store(true, Ordering::Release);
+                let mut touched = lock(&self.touched);
+                touched.next = touched.first;
+                self.due.store(!touched.runs.is_empty(), Ordering::Relaxed);
                 now_ns
             }
             woke => woke,
@@ -83,14 +111,37 @@ impl Wakings {
         lock(&self.touched).add(&run);
     }
 
-    /// The pages to bring back now, in the order of their faults, which the program is likely to keep; `None` unless the client has
-    /// just woken from a sleep, and wakings before this one are remembered.
-    pub(crate) fn take_due(&self) -> Option<Vec<u64>> {
+    /// True of a page that wakings before touched.
+    pub(crate) fn remembers(&self, page: u64) -> bool {
+        lock(&self.touched).number_of(page).is_some()
+    }
+
+    /// True once after each waking before which wakings were remembered: then [`next`](Self::next) has what comes back.
+    pub(crate) fn take_due(&self) -> bool {
         // Faults of a client that is awake pay for one load.
-        if !self.due.load(Ordering::Relaxed) || !self.due.swap(false, Ordering::Acquire) {
-            return None;
+        self.due.load(Ordering::Relaxed) && self.due.swap(false, Ordering::Relaxed)
+    }
+
+    /// Takes the pages that come back next, in the order of the faults before, which the program is likely to keep: of whole runs, at
+    /// least `pages_min` if there are so many.
+    pub(crate) fn next(&self, pages_min: usize) -> Vec<u64> {
+        lock(&self.touched).take_next(pages_min)
+    }
+
+    /// As [`next`](Self::next), for a client that faults on `page` and goes the way of the wakings before, ahead of what comes back.
+    /// What it has passed by comes back no more.
+    pub(crate) fn next_after(&self, page: u64, pages_min: usize) -> Vec<u64> {
+        if self.state.load(Ordering::Relaxed) <= ASLEEP {
+            return Vec::new();
         }
-        Some(lock(&self.touched).runs.iter().cloned().flatten().collect())
+        let mut touched = lock(&self.touched);
+        match touched.number_of(page) {
+            Some(number) if (touched.next..touched.next + OVERTAKEN_MAX).contains(&number) => {
+                touched.next = number + 1;
+                touched.take_next(pages_min)
+            }
+            _ => Vec::new(),
+        }
     }
 }
 
@@ -101,17 +152,21 @@ mod tests {
     /// A moment long after the clock began.
     const T: u64 = 1 << 50;
 
+    /// All that comes back at the waking that has just begun.
+    fn due(wakings: &Wakings) -> Option<Vec<u64>> {
+        wakings.take_due().then(|| wakings.next(usize::MAX))
+    }
+
     #[test]
     fn what_the_first_second_touched_comes_back_at_the_next_waking_and_only_once() {
         let wakings = Wakings::default();
         // Not parked: nothing is remembered.
         wakings.note_fault(5..6, T);
-        assert_eq!(wakings.take_due(), None);
+        assert!(due(&wakings).is_none());
         wakings.sleep(T);
         wakings.note_fault(64..80, T);
-        // The first waking knows what it touches itself: it is there, and costs a look.
-        assert_eq!(wakings.take_due(), Some((64..80).collect()));
-        assert_eq!(wakings.take_due(), None);
+        // The first waking knows nothing before.
+        assert_eq!(due(&wakings), None);
         wakings.note_fault(7..8, T + WAKING_NS);
         wakings.note_fault(100..101, T + WAKING_NS + 1);
         wakings.note_fault(101..102, T + 1);
@@ -120,19 +175,42 @@ mod tests {
         for at in [2 * T, 3 * T] {
             wakings.sleep(at);
             wakings.note_fault(7..8, at + 5);
-            assert_eq!(wakings.take_due(), Some(expected.clone()));
+            assert_eq!(due(&wakings), Some(expected.clone()));
+            assert_eq!(due(&wakings), None);
         }
+        assert!(wakings.remembers(7) && wakings.remembers(79) && !wakings.remembers(80));
+    }
+
+    #[test]
+    fn a_client_that_overtakes_is_followed_and_one_that_goes_another_way_is_not() {
+        let wakings = Wakings::default();
+        wakings.sleep(T);
+        (0..200).for_each(|run| wakings.note_fault(run * 10..run * 10 + 1, T));
+        // It wakes for the first time; it is awake; it wakes again.
+        assert!(wakings.next_after(1990, 1).is_empty());
+        wakings.note_fault(0..1, 2 * T);
+        assert!(wakings.next_after(0, 1).is_empty());
+        wakings.sleep(3 * T);
+        wakings.note_fault(0..1, 3 * T);
+        assert_eq!(wakings.next_after(0, 2), [10, 20]);
+        assert_eq!(wakings.next(1), [30]);
+        assert_eq!(wakings.next_after(90, 2), [100, 110]);
+        // It comes already; far ahead; not remembered.
+        assert!([20, 1990, 1991].into_iter().all(|page| wakings.next_after(page, 1).is_empty()));
+        assert_eq!(wakings.next(1), [120]);
     }
 
     #[test]
     fn a_client_that_is_parked_while_it_wakes_goes_on_waking() {
         let wakings = Wakings::default();
-        wakings.sleep(T);
-        wakings.note_fault(1..2, T);
-        assert!(wakings.take_due().is_some());
-        wakings.sleep(T + 1);
-        wakings.note_fault(2..3, T + 2);
-        assert_eq!(wakings.take_due(), None);
+        for at in [T, 2 * T] {
+            wakings.sleep(at);
+            wakings.note_fault(1..2, at);
+        }
+        assert!(wakings.take_due());
+        wakings.sleep(2 * T + 1);
+        wakings.note_fault(2..3, 2 * T + 2);
+        assert!(!wakings.take_due());
     }
 
     /// A client that touches all of its memory in a second takes no more of the daemon's than others.
@@ -144,11 +222,11 @@ mod tests {
             wakings.note_fault(run * 64..run * 64 + 64, T);
             wakings.note_fault(run * 64 + 3..run * 64 + 4, T);
         }
-        let pages = wakings.take_due().expect("it woke");
+        let pages = wakings.next(usize::MAX);
         assert_eq!(pages.len() as u64, PAGES_MAX);
         assert_eq!((pages[0], pages[PAGES_MAX as usize - 1]), (640_000 - PAGES_MAX, 639_999));
         (0..10_000).for_each(|page| wakings.note_fault(page * 2..page * 2 + 1, T));
         let touched = lock(&wakings.touched);
-        assert_eq!((touched.runs.len(), touched.ends.len(), touched.pages), (RUNS_MAX, RUNS_MAX, RUNS_MAX as u64));
+        assert_eq!((touched.runs.len(), touched.places.len(), touched.pages), (RUNS_MAX, RUNS_MAX, RUNS_MAX as u64));
     }
 }
