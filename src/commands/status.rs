@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::output::{Style, Table, clean, print, print_json};
 use crate::remote_status::ImageStore;
 use crate::{daemon_client, units};
-use pagefold_daemon::status::Status;
+use pagefold_daemon::status::{FILE_PAGES, Status, UnmanagedMemory};
 use pagefold_tier::quantile_bucket;
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -244,6 +244,28 @@ fn render_clients(out: &mut String, status: &Status, style: Style) {
     out.push('\n');
     out.push_str(&table.render(0));
     render_attached(out, status);
+    render_unmanaged_memory(out, status);
+}
+
+/// Memory of clients that is not managed, where it is much.
+fn render_unmanaged_memory(out: &mut String, status: &Status) {
+    const MUCH: u64 = 1 << 20;
+    for client in &status.clients {
+        let is_shown = |memory: &&UnmanagedMemory| match memory.bytes {
+            0 => true,
+            bytes => bytes >= MUCH && memory.reason != FILE_PAGES,
+        };
+        let shown = client.unmanaged.iter().filter(is_shown);
+        let reasons: Vec<String> = shown
+            .map(|memory| match memory.bytes {
+                0 => clean(&memory.reason),
+                bytes => format!("{} {}", units::show_size(bytes), clean(&memory.reason)),
+            })
+            .collect();
+        if !reasons.is_empty() {
+            let _ = writeln!(out, "{} {} not managed: {}", client.pid, clean(&client.name), reasons.join("; "));
+        }
+    }
 }
 
 /// Why pages of clients are not merged.
@@ -307,6 +329,23 @@ mod tests {
         assert_eq!(text.matches("e?[31mvil?").count(), 6, "{text:?}");
         let disk = pagefold_disk::Status { mountpoint: hostile(), ..Default::default() };
         assert!(!(text + &render_disks(&[disk], Style::plain())).contains('\x1b'));
+    }
+
+    #[test]
+    fn unmanaged_memory_is_named_where_it_is_much() {
+        let memory = |reason: &str, bytes| UnmanagedMemory { reason: reason.into(), bytes };
+        let list = vec![
+            memory("shared memory", 9 << 20),
+            memory("locked (mlock)", 1 << 20),
+            memory("little", 4096),
+            memory(FILE_PAGES, 9 << 20),
+        ];
+        let client = |pid, unmanaged| Client { pid, name: "a".into(), unmanaged, ..Client::default() };
+        let clients = vec![client(7, list), client(8, vec![memory("unknown: no right", 0)]), client(9, Vec::new())];
+        let text = render(&Status { clients, ..Status::default() }, Style::plain());
+        assert!(text.contains("\n7 a not managed: 9.00 MiB shared memory; 1.00 MiB locked (mlock)\n"), "{text}");
+        assert!(text.contains("\n8 a not managed: unknown: no right\n"), "{text}");
+        assert!(!text.contains("9 a not"), "{text}");
     }
 
     #[test]

@@ -2,10 +2,6 @@
 
 use pagefold_os::{PAGE_SIZE, Range};
 
-/// The smallest memory in one piece that is managed without a request of the program's, in bytes. Pages of a JavaScript heap have
-/// 256 KiB.
-pub(crate) const ALL_MIN: u64 = 128 << 10;
-
 /// Pages of a huge page.
 pub(crate) const HUGE_PAGES: usize = 512;
 /// Its length and alignment in bytes.

@@ -80,6 +80,21 @@ pub struct Client {
     /// Freezes by duration: entry `i` counts those below [`wait_histogram::bucket_end`]`(i)`
     /// microseconds that no earlier entry counts, four entries to an octave.
     pub freeze_us: Vec<u64>,
+    /// Its memory that is not managed, by reason, the largest first. Looked at when a status is asked for, at most each few seconds.
+    pub unmanaged: Vec<UnmanagedMemory>,
+}
+
+/// The reason for pages that the kernel's page cache shares by itself.
+pub const FILE_PAGES: &str = "pages of files";
+
+/// Memory of a client that is not managed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct UnmanagedMemory {
+    /// Why.
+    pub reason: String,
+    /// How much of it is resident; 0 where the daemon may not look.
+    pub bytes: u64,
 }
 
 impl Client {

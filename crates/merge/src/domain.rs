@@ -182,6 +182,7 @@ struct Member {
     /// It has pages that were not looked up yet.
     indexing: AtomicBool,
     stats: Mutex<ClientStats>,
+    managed: Mutex<Managed>,
 }
 
 impl Member {
@@ -263,6 +264,15 @@ impl Work {
     fn is_resting(&self) -> bool {
         self.period < self.rest_until
     }
+}
+
+/// The managed memory of a client, as the process listed it last.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Managed {
+    /// In order of address; none overlaps another.
+    pub ranges: Vec<Range>,
+    /// The client's [generation](Client::generation) before it listed them; `None` before the first list.
+    pub generation: Option<u64>,
 }
 
 /// What became of a client's shared pages.
@@ -410,6 +420,7 @@ impl Domain {
             gone: AtomicBool::new(false),
             indexing: AtomicBool::new(false),
             stats: Mutex::new(ClientStats { paused: lent, ..ClientStats::default() }),
+            managed: Mutex::default(),
         });
         write(&self.members).insert(id, member);
         id
@@ -778,6 +789,13 @@ impl Domain {
             events: self.counters.events(),
             clients,
         }
+    }
+
+    /// The managed memory of a client; `None` if there is no such client (any more).
+    pub fn managed(&self, id: ClientId) -> Option<Managed> {
+        let member = read(&self.members).get(&id).cloned()?;
+        let managed = lock(&member.managed).clone();
+        Some(managed)
     }
 
     /// What the domain knows about a client's page: why it is, or is not, merged.

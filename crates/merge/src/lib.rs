@@ -18,4 +18,4 @@ pub mod stats;
 pub mod table;
 
 pub use client::{Client, Gone};
-pub use domain::{ClientId, Config, Domain, Unmerged};
+pub use domain::{ClientId, Config, Domain, Managed, Unmerged};

@@ -52,6 +52,8 @@ pub mod read_once;
 #[cfg(feature = "std")]
 pub mod sanitize;
 #[cfg(feature = "std")]
+pub mod smaps;
+#[cfg(feature = "std")]
 pub mod sync;
 
 pub use raw::Errno;

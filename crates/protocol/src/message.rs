@@ -68,6 +68,10 @@ pub enum Op {
     ColdUnregister = 19,
 }
 
+/// The smallest memory in one piece that is managed without a request of the program's, in bytes. Pages of a JavaScript heap have
+/// 256 KiB.
+pub const ALL_MIN: u64 = 128 << 10;
+
 /// Flag of `Hello`: every large private anonymous mapping is managed.
 pub const HELLO_ALL: u64 = 1;
 /// Flag of `Hello`: the process was forked from one that had merged pages.

@@ -113,21 +113,21 @@ impl Source for Process {
                 *plan.left_out.entry(Reason::PageCache).or_default() += clean;
             }
             match area.verdict {
-                Some(Verdict::Skip(reason)) if area.skipped_pages() > 0 => {
+                Verdict::Skip(reason) if area.skipped_pages() > 0 => {
                     *plan.left_out.entry(reason).or_default() += area.skipped_pages();
                 }
-                Some(Verdict::Merged) => {
+                Verdict::Merged => {
                     plan.merged += area.range.pages().saturating_sub(area.anonymous);
                     if area.anonymous > 0 {
                         *plan.left_out.entry(Reason::Broken).or_default() += area.anonymous;
                     }
                 }
-                Some(Verdict::Read(kind, reason)) if kind == Kind::Pool || area.anonymous > 0 => {
+                Verdict::Read(kind, reason) if kind == Kind::Pool || area.anonymous > 0 => {
                     let read = if kind == Kind::Pool { area.resident } else { area.anonymous };
                     plan.bytes += read * PAGE_SIZE as u64;
                     add_units(&mut plan.units, area.range, read, kind, reason);
                 }
-                _ => {}
+                Verdict::Skip(_) | Verdict::Read(..) => {}
             }
         })
         .map_err(|lost| if lost == Lost::Absent { Lost::Vanished } else { lost })?;

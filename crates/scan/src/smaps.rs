@@ -2,11 +2,9 @@
 
 use crate::error::Lost;
 use crate::record::Kind;
-use pagefold_os::maps::{self, Map};
+use pagefold_os::smaps::{self, Mapping};
 use pagefold_os::{PAGE_SIZE, Range};
 use serde::Serialize;
-use std::fs::File;
-use std::io::Read;
 
 /// Why present pages would not be merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -79,92 +77,81 @@ pub(crate) enum Verdict {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Area {
     pub range: Range,
-    pub verdict: Option<Verdict>,
+    pub verdict: Verdict,
     pub resident: u64,
     pub anonymous: u64,
     pub swapped: u64,
     huge_tlb: u64,
-    head: Head,
-}
-
-/// What the first line tells, kept until the flags are known.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Head {
-    prot: i32,
-    shared: bool,
-    plain: bool,
     file: bool,
-    pool: bool,
-    stack: bool,
-    special: bool,
 }
 
 /// Names that the kernel shows for memory files of pagefold's pool.
 const POOL_PREFIX: &[u8] = b"/memfd:pagefold";
 
-impl Area {
-    fn new(map: &Map<'_>) -> Area {
-        let bracket = map.name.starts_with(b"[") && !map.name.starts_with(b"[anon:") && map.name != b"[heap]";
-        let stack = map.name.starts_with(b"[stack");
-        let head = Head {
-            prot: map.prot,
-            shared: map.shared,
-            plain: map.is_plain_anonymous(),
-            file: map.inode != 0 || map.name.starts_with(b"/"),
-            pool: map.name.starts_with(POOL_PREFIX),
-            stack,
-            special: bracket && !stack,
-        };
-        Area { range: map.range, verdict: None, resident: 0, anonymous: 0, swapped: 0, huge_tlb: 0, head }
+/// Decides about a mapping.
+fn judge(mapping: &Mapping<'_>, file: bool) -> Verdict {
+    let map = &mapping.map;
+    let has = |flag| mapping.has(flag);
+    let kernel_only = |reason| Verdict::Read(Kind::KernelOnly, Some(reason));
+    let writable = libc::PROT_READ | libc::PROT_WRITE;
+    let bracket = map.name.starts_with(b"[") && !map.name.starts_with(b"[anon:") && map.name != b"[heap]";
+    let (pool, stack) = (map.name.starts_with(POOL_PREFIX), map.name.starts_with(b"[stack"));
+    if has("ht") {
+        Verdict::Skip(Reason::HugeTlb)
+    } else if pool && map.shared {
+        // The agent's own window to the pool: what is in there, a merge need not store again.
+        Verdict::Read(Kind::Pool, None)
+    } else if pool {
+        Verdict::Merged
+    } else if map.shared || has("sh") {
+        Verdict::Skip(Reason::SharedMapping)
+    } else if bracket && !stack || has("io") || has("pf") {
+        Verdict::Skip(Reason::Special)
+    } else if has("um") || has("ui") {
+        Verdict::Skip(Reason::Userfaultfd)
+    } else if has("dd") {
+        Verdict::Skip(Reason::DontDump)
+    } else if has("wf") {
+        Verdict::Skip(Reason::WipeOnFork)
+    } else if file {
+        kernel_only(Reason::FileCopy)
+    } else if has("lo") {
+        kernel_only(Reason::Locked)
+    } else if has("sl") {
+        kernel_only(Reason::Sealed)
+    } else if map.is_executable() && !map.is_plain_anonymous() {
+        kernel_only(Reason::Executable)
+    } else if stack {
+        kernel_only(Reason::Stack)
+    } else if map.prot & writable != writable {
+        kernel_only(Reason::ReadOnly)
+    } else if map.is_plain_anonymous() {
+        Verdict::Read(Kind::Own, None)
+    } else {
+        kernel_only(Reason::Special)
     }
+}
 
-    /// Decides, now that `flags` (VmFlags) are known.
-    fn judge(&mut self, flags: &str) {
-        let has = |flag: &str| flags.split_ascii_whitespace().any(|word| word == flag);
-        let head = &self.head;
-        let kernel_only = |reason| Verdict::Read(Kind::KernelOnly, Some(reason));
-        let writable = libc::PROT_READ | libc::PROT_WRITE;
-        self.verdict = Some(if has("ht") {
-            Verdict::Skip(Reason::HugeTlb)
-        } else if head.pool && head.shared {
-            // The agent's own window to the pool: what is in there, a merge need not store again.
-            Verdict::Read(Kind::Pool, None)
-        } else if head.pool {
-            Verdict::Merged
-        } else if head.shared || has("sh") {
-            Verdict::Skip(Reason::SharedMapping)
-        } else if head.special || has("io") || has("pf") {
-            Verdict::Skip(Reason::Special)
-        } else if has("um") || has("ui") {
-            Verdict::Skip(Reason::Userfaultfd)
-        } else if has("dd") {
-            Verdict::Skip(Reason::DontDump)
-        } else if has("wf") {
-            Verdict::Skip(Reason::WipeOnFork)
-        } else if head.file {
-            kernel_only(Reason::FileCopy)
-        } else if has("lo") {
-            kernel_only(Reason::Locked)
-        } else if has("sl") {
-            kernel_only(Reason::Sealed)
-        } else if head.prot & libc::PROT_EXEC != 0 && !head.plain {
-            kernel_only(Reason::Executable)
-        } else if head.stack {
-            kernel_only(Reason::Stack)
-        } else if head.prot & writable != writable {
-            kernel_only(Reason::ReadOnly)
-        } else if head.plain {
-            Verdict::Read(Kind::Own, None)
-        } else {
-            kernel_only(Reason::Special)
-        });
+impl Area {
+    fn new(mapping: &Mapping<'_>) -> Area {
+        let pages = |bytes| bytes / PAGE_SIZE as u64;
+        let file = mapping.map.inode != 0 || mapping.map.name.starts_with(b"/");
+        Area {
+            range: mapping.map.range,
+            verdict: judge(mapping, file),
+            resident: pages(mapping.resident),
+            anonymous: pages(mapping.anonymous),
+            swapped: pages(mapping.swapped),
+            huge_tlb: pages(mapping.huge_tlb),
+            file,
+        }
     }
 
     /// Present pages that are not read although the mapping is: a file's clean ones.
     pub(crate) fn clean_file_pages(&self) -> u64 {
         match self.verdict {
-            Some(Verdict::Read(Kind::Pool, _)) => 0,
-            Some(Verdict::Read(..)) if self.head.file => self.resident.saturating_sub(self.anonymous),
+            Verdict::Read(Kind::Pool, _) => 0,
+            Verdict::Read(..) if self.file => self.resident.saturating_sub(self.anonymous),
             _ => 0,
         }
     }
@@ -175,40 +162,9 @@ impl Area {
     }
 }
 
-/// Calls `f` with each mapping that `smaps` describes.
-pub(crate) fn parse(mut smaps: impl Read, mut f: impl FnMut(&Area)) -> Result<(), Lost> {
-    let mut area: Option<Area> = None;
-    let mut buffer = vec![0; 64 << 10];
-    maps::for_each_line(
-        &mut buffer,
-        |out| smaps.read(out).map_err(Lost::from),
-        |line| {
-            if let Some(map) = maps::parse_line(line) {
-                area = Some(Area::new(&map));
-                return;
-            }
-            let (Some(area), Ok(line)) = (&mut area, std::str::from_utf8(line)) else { return };
-            let Some((key, value)) = line.split_once(':') else { return };
-            let kib = || value.split_whitespace().next().and_then(|number| number.parse::<u64>().ok()).unwrap_or(0);
-            let pages = || kib() * 1024 / PAGE_SIZE as u64;
-            match key {
-                "Rss" => area.resident = pages(),
-                "Anonymous" => area.anonymous = pages(),
-                "Swap" => area.swapped = pages(),
-                "Private_Hugetlb" | "Shared_Hugetlb" => area.huge_tlb += pages(),
-                "VmFlags" => {
-                    area.judge(value);
-                    f(area);
-                }
-                _ => {}
-            }
-        },
-    )
-}
-
 /// Calls `f` with each mapping of process `pid`.
-pub(crate) fn of_process(pid: i32, f: impl FnMut(&Area)) -> Result<(), Lost> {
-    parse(File::open(format!("/proc/{pid}/smaps"))?, f)
+pub(crate) fn of_process(pid: i32, mut f: impl FnMut(&Area)) -> Result<(), Lost> {
+    Ok(smaps::of_process(pid, |mapping| f(&Area::new(mapping)))?)
 }
 
 #[cfg(test)]
@@ -218,9 +174,10 @@ mod tests {
     fn verdict(head: &str, flags: &str) -> Verdict {
         let text = format!("{head}\nSize: 8 kB\nRss:    8 kB\nAnonymous: 4 kB\nSwap: 4 kB\nVmFlags: {flags}\n");
         let mut found = None;
-        parse(text.as_bytes(), |area| {
+        smaps::parse(text.as_bytes(), |mapping| {
+            let area = Area::new(mapping);
             assert_eq!((area.resident, area.anonymous, area.swapped), (2, 1, 1));
-            found = area.verdict;
+            found = Some(area.verdict);
         })
         .expect("text reads");
         found.expect("one mapping")
@@ -261,7 +218,7 @@ mod tests {
     fn our_own_mappings_are_all_seen() {
         let mut areas = 0;
         of_process(std::process::id() as i32, |area| {
-            assert!(area.range.start < area.range.end && area.verdict.is_some());
+            assert!(area.range.start < area.range.end);
             areas += 1;
         })
         .expect("we may read ourselves");

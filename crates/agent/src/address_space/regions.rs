@@ -7,7 +7,6 @@
 use crate::address_space::glibc_arenas::{self, Finder, Head};
 use crate::address_space::heap;
 use crate::address_space::maps::{Maps, POOL_NAME};
-use crate::limits::ALL_MIN;
 use crate::owned_ranges::{self, is_in_nursery};
 use crate::range_attributes::RangeAttributes;
 use crate::state::{COLD_AGENT, MAY_EXECUTE, SHARED};
@@ -16,7 +15,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
 use pagefold_os::{PAGE_SIZE, Range, maps};
 use pagefold_protocol::channel::Channel;
-use pagefold_protocol::message::{LIST_MAX, RegionEntry};
+use pagefold_protocol::message::{ALL_MIN, LIST_MAX, RegionEntry};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 

@@ -1,10 +1,10 @@
 //! What the agent manages of a program when it does not see the program's calls: long extents, as the [kernel](smaps) tells of them.
 
 use crate::address_space::smaps;
-use crate::limits::ALL_MIN;
 use crate::range_attributes::{Attributes, RangeAttributes};
 use pagefold_os::Range;
 use pagefold_os::raw::Result;
+use pagefold_protocol::message::ALL_MIN;
 
 /// Neighbouring mappings of plain or merged memory: merging makes many small mappings of one that was large.
 struct Extent {

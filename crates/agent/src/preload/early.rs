@@ -8,13 +8,13 @@ use super::c_library::me;
 use super::manageable::{is_manageable, mark};
 use super::unmerge::EVERYTHING;
 use crate::address_space::smaps;
-use crate::limits::ALL_MIN;
 use crate::range_attributes::{Attributes, RangeAttributes};
 use crate::state::SHARED;
 use core::ffi::c_int;
 use core::sync::atomic::{AtomicBool, Ordering};
 use pagefold_os::Range;
 use pagefold_os::raw::Result;
+use pagefold_protocol::message::ALL_MIN;
 
 static IS_OVER: AtomicBool = AtomicBool::new(false);
 

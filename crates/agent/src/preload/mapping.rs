@@ -14,7 +14,6 @@ use super::suspend::wanted;
 use super::unmerge::{gather, gather_each};
 use crate::address_space::maps::pool_mappings;
 use crate::cold;
-use crate::limits::ALL_MIN;
 use crate::limits::NOTHING;
 use crate::mapping_lock::MappingLockGuard;
 use crate::range_attributes::Attributes;
@@ -23,6 +22,7 @@ use core::ffi::{c_int, c_void};
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem};
+use pagefold_protocol::message::ALL_MIN;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 

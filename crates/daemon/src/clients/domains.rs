@@ -278,6 +278,14 @@ impl LiveClients {
             .collect()
     }
 
+    /// All clients.
+    pub(crate) fn all(&self) -> Vec<(Arc<Shared>, Arc<Domain>, ClientId)> {
+        let domains = lock(&self.domains);
+        let of =
+            |client: &Connected| Some((client.shared.clone(), domains.get(&client.key)?.domain.clone(), client.id));
+        lock(&self.connected).iter().filter_map(of).collect()
+    }
+
     /// Adds a client of the domain that [`join`](Self::join) returned, unless its process has connected too often meanwhile.
     pub(crate) fn add(
         &self,

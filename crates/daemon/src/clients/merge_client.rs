@@ -9,6 +9,7 @@
 use crate::clients::agent_time::note_cpu_ns;
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
+use crate::status::UnmanagedMemory;
 use pagefold_entry::enter::Traces;
 use pagefold_entry::memory::Memory;
 use pagefold_entry::stop::{StopError, with_stopped};
@@ -23,8 +24,8 @@ use pagefold_protocol::message::{
 };
 use std::ffi::CString;
 use std::fs;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -34,7 +35,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Long, because a stopped process (SIGSTOP, a debugger) is no enemy; its worker waits, others go on.
 const ANSWER_MS_MAX: u64 = 5_000;
 /// Managed ranges of one client that are asked for: four times as many as an agent notes. Those with the lowest addresses are managed.
-const REGIONS_MAX: usize = 1 << 16;
+pub(crate) const REGIONS_MAX: usize = 1 << 16;
 /// Highest address that user memory has.
 const ADDRESS_MAX: u64 = 1 << 57;
 /// No segment, in the list of those that the agent holds.
@@ -59,13 +60,24 @@ pub struct Shared {
     pub uid: u32,
     /// Command name.
     pub name: String,
+    /// All its large private memory is managed, not only what it marks.
+    pub manages_all: bool,
     /// What the entry left in the program, if it ran before it became a client.
     pub traces: Option<Traces>,
     /// How often the threads of an attached program were stopped, for how long in all, and at most, in nanoseconds.
     pub stops: [AtomicU64; 3],
+    /// What the last look found of its memory that is not managed.
+    pub(crate) unmanaged: Mutex<Unmanaged>,
     channel: Channel,
     /// The most that was known of its agent's processor time.
     cpu_ns: AtomicU64,
+}
+
+/// Memory of a client that is not managed, as of when it was looked at.
+#[derive(Debug, Default)]
+pub(crate) struct Unmanaged {
+    pub(crate) looked: Option<Instant>,
+    pub(crate) memory: Vec<UnmanagedMemory>,
 }
 
 impl Shared {
@@ -77,8 +89,10 @@ impl Shared {
             pid,
             uid: 0,
             name: "test".into(),
+            manages_all: true,
             traces: None,
             stops: Default::default(),
+            unmanaged: Mutex::default(),
             channel,
             cpu_ns: AtomicU64::new(0),
         }
@@ -142,8 +156,10 @@ impl MergeClient {
                 pid: cred.pid,
                 uid: cred.uid,
                 name,
+                manages_all: hello.a & message::HELLO_ALL != 0,
                 traces,
                 stops: Default::default(),
+                unmanaged: Mutex::default(),
                 channel,
                 cpu_ns: AtomicU64::new(0),
             }),

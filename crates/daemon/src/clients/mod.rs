@@ -7,3 +7,4 @@ pub(crate) mod forked_children;
 pub(crate) mod handshake;
 pub(crate) mod merge_client;
 pub(crate) mod refusals;
+pub(crate) mod unmanaged;

@@ -3,6 +3,7 @@
 use crate::clients::domains::LiveClients;
 use crate::clients::forked_children::ForkedChildren;
 use crate::clients::refusals::Refusals;
+use crate::clients::unmanaged::Looks;
 use crate::cold::tiers::Tiers;
 use crate::config::Config;
 use pagefold_os::fd::Fd;
@@ -29,6 +30,7 @@ pub struct Daemon {
     /// Programs that an operator detached, by number and start time: no rule attaches them again.
     pub(crate) detached: Mutex<BTreeSet<(i32, u64)>>,
     pub(crate) refusals: Refusals,
+    pub(crate) unmanaged_looks: Looks,
     /// `/dev/userfaultfd`, which clients without the privilege to open it are handed.
     pub(crate) userfault_device: Option<Fd>,
     pub(crate) started: Instant,
@@ -56,6 +58,7 @@ impl Daemon {
             forked_children: ForkedChildren::new(),
             detached: Mutex::default(),
             refusals: Refusals::default(),
+            unmanaged_looks: Looks::default(),
             userfault_device: uffd::open_device().ok(),
             started: Instant::now(),
             stopping: AtomicBool::new(false),

@@ -7,7 +7,7 @@ use crate::service::report;
 use crate::status::Status;
 use pagefold_merge::stats::DomainStats;
 use pagefold_protocol::wait_histogram;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write as _;
 use std::io;
 use std::sync::Arc;
@@ -24,6 +24,7 @@ fn answer(daemon: &Daemon, request: &Request) -> Response {
     if !matches!(request.path.as_str(), "/metrics" | "/") {
         return Response::line("404 Not Found", "try /metrics");
     }
+    daemon.unmanaged_looks.look(&daemon.live);
     let mut body = render(&report::status(daemon));
     if let Some(more) = daemon.more_metrics.get() {
         more(&mut body);
@@ -175,6 +176,17 @@ pub fn render(status: &Status) -> String {
     for (labels, client) in rows(&status.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name)) {
         let end = |bucket| wait_histogram::bucket_end(bucket) as f64 / 1e6;
         buckets(&mut out, "freeze_seconds", &labels, &client.freeze_us, end, |bucket| bucket % 4 == 3);
+    }
+    head(&mut out, "unmanaged_bytes", "gauge", "Resident memory of clients that is not managed, by reason.");
+    let mut unmanaged: BTreeMap<(u32, &str, &str), u64> = BTreeMap::new();
+    for client in &status.clients {
+        for memory in &client.unmanaged {
+            *unmanaged.entry((client.uid, &client.domain, &memory.reason)).or_default() += memory.bytes;
+        }
+    }
+    for ((uid, name, reason), bytes) in unmanaged {
+        let labels = domain(uid, name);
+        let _ = writeln!(out, "pagefold_unmanaged_bytes{{{labels},reason=\"{}\"}} {bytes}", escape(reason));
     }
     let tiers = rows(&status.cold.domains, |t| domain(t.uid, &t.name));
     families(&mut out, OF_TIERS, &tiers);

@@ -45,6 +45,7 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
                 ..Client::default()
             };
             client_status.read_counters(client.shared.counters());
+            client_status.unmanaged = lock(&client.shared.unmanaged).memory.clone();
             client_status.attached = client.shared.traces.is_some();
             [client_status.stops, client_status.stop_ns, client_status.stop_ns_max] =
                 [0, 1, 2].map(|index| client.shared.stops[index].load(Ordering::Relaxed));

@@ -1,6 +1,6 @@
 //! The watch stage: one pass over a client per period.
 
-use super::{ChunkRef, Domain, Entry, Idle, Member, Unmerged, Work};
+use super::{ChunkRef, Domain, Entry, Idle, Managed, Member, Unmerged, Work};
 use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Indexed, Table};
@@ -43,7 +43,7 @@ impl Domain {
         let generation = work.client.generation();
         if work.generation != Some(generation) {
             // What the process cannot tell now it is asked for again.
-            work.generation = self.refresh_regions(member.id, work)?.then_some(generation);
+            work.generation = self.refresh_regions(member, generation, work)?.then_some(generation);
         }
         self.look_unless_idle(work)?;
         if end_period(work) {
@@ -62,7 +62,7 @@ impl Domain {
     }
 
     /// Returns false if the process cannot tell: then what was known stays.
-    fn refresh_regions(&self, id: u32, work: &mut Work) -> Result<bool, Gone> {
+    fn refresh_regions(&self, member: &Member, generation: u64, work: &mut Work) -> Result<bool, Gone> {
         self.mark_index_dirty();
         work.idle = None;
         let Some(mut ranges) = work.client.regions()? else { return Ok(false) };
@@ -74,7 +74,7 @@ impl Domain {
             &ranges,
             |addr| {
                 let indexed = Arc::<Indexed>::default();
-                let to = ChunkRef { client: id, addr, indexed: indexed.clone() };
+                let to = ChunkRef { client: member.id, addr, indexed: indexed.clone() };
                 (write(&self.chunks).take(to), indexed)
             },
             |_, state| {
@@ -93,6 +93,7 @@ impl Domain {
         // may lie at addresses that the table knows.
         let plain: Vec<Range> = ranges.iter().flat_map(|range| without(*range, &mappings)).collect();
         work.client.watch(&plain)?;
+        *lock(&member.managed) = Managed { ranges, generation: Some(generation) };
         Ok(has_all)
     }
 

@@ -135,7 +135,10 @@ impl Request {
 /// Does what `request` of user `asker` asks. The caller stops the daemon after a [`Request::Stop`], when the answer is on its way.
 pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer {
     match request {
-        Request::Status {} => Answer::Status(Box::new(report::status(daemon))),
+        Request::Status {} => {
+            daemon.unmanaged_looks.look(&daemon.live);
+            Answer::Status(Box::new(report::status(daemon)))
+        }
         Request::Verify {} => Answer::Verified(verify::verify(daemon)),
         Request::Stop { cold } => Answer::Done { count: cold.map_or(0, |cold| prepare_stop(&daemon.cold, cold)) },
         Request::Park { clients } => match park::park(daemon, clients) {

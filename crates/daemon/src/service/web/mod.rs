@@ -23,6 +23,8 @@ const PAGE: &str = include_str!("page.html");
 struct Seen {
     status: Vec<u8>,
     history: History,
+    /// The status was read since the last sample.
+    asked: bool,
 }
 
 /// Serves the page at `at` (`HOST:PORT` of loopback, or `unix:PATH`) and samples from now on.
@@ -45,6 +47,9 @@ pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Served> {
 }
 
 fn sample(daemon: &Daemon, seen: &Mutex<Seen>) {
+    if std::mem::take(&mut lock(seen).asked) {
+        daemon.unmanaged_looks.look(&daemon.live);
+    }
     let status = report::status(daemon);
     let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
     let mut shown = serde_json::to_value(&status).unwrap_or_default();
@@ -61,7 +66,11 @@ fn answer(seen: &Mutex<Seen>, request: &Request) -> Response {
     const JSON: &str = "application/json; charset=utf-8";
     match request.path.as_str() {
         "/" | "/index.html" => page(),
-        "/status.json" => Response::ok(JSON, lock(seen).status.clone()),
+        "/status.json" => {
+            let mut seen = lock(seen);
+            seen.asked = true;
+            Response::ok(JSON, seen.status.clone())
+        }
         "/history.json" => {
             let since = request.value("since").map(str::parse::<f64>);
             match since {
