@@ -198,7 +198,7 @@ fn a_frozen_or_stopped_program_keeps_its_agent() {
         assert!(client["connected"] == true && client["pages_out"] == 0, "{client}");
     }
     freezer.put("cgroup.freeze", "0");
-    // SAFETY: as above.
+    // SAFETY: kill(2) takes no pointer; `stopped` is the test's own child, not yet reaped.
     unsafe { libc::kill(stopped, libc::SIGCONT) };
     for client in &mut clients {
         client.does("check");

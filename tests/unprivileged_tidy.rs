@@ -4,6 +4,7 @@
 //! - A crate depends only on the crates that the picture in DESIGN.md shows below it.
 //! - No function is longer than [`FUNCTION_LINES_MAX`] lines.
 //! - Comments name their actor: lines that say "who" or "nobody" only become fewer.
+//! - A SAFETY note names the check it rests on: it does not say "as above" or "numbers only".
 //!
 //! The files are read as text: strings and comments are blanked out first, then brackets and paths are enough.
 
@@ -23,6 +24,19 @@ const CIRCLES: [&[&str]; 1] = [
 /// Comment lines with an actor-word. Lower it with every line that is mended; never raise it.
 const ACTOR_LINES_MAX: usize = 39;
 const ACTOR_WORDS: [&str; 9] = ["who", "whose", "whoever", "whom", "nobody", "somebody", "his", "him", "he"];
+
+/// Beginnings of a SAFETY note that names no check, in lower case.
+const EMPTY_NOTES: [&str; 9] = [
+    "as above",
+    "as before",
+    "as in `",
+    "see above",
+    "the same.",
+    "the same;",
+    "numbers only",
+    "takes numbers",
+    "the call takes numbers",
+];
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -568,4 +582,23 @@ fn comments_name_their_actor() {
         lines.join("\n")
     );
     println!("{} of {all} comment lines have an actor-word", lines.len());
+}
+
+#[test]
+fn safety_notes_name_their_check() {
+    let mut found = Vec::new();
+    files(&root(), &[".rs"], &mut found);
+    let (mut empty, mut all) = (Vec::new(), 0);
+    for path in found.iter().filter(|path| !path.ends_with("unprivileged_tidy.rs")) {
+        for (number, line) in fs::read_to_string(path).unwrap_or_default().lines().enumerate() {
+            let Some((_, note)) = line.split_once("// SAFETY:") else { continue };
+            all += 1;
+            let note = note.trim().to_lowercase();
+            if EMPTY_NOTES.iter().any(|empty| note.starts_with(empty)) {
+                empty.push(format!("{}:{}: {}", named(path), number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(all > 0, "no SAFETY note is read");
+    assert!(empty.is_empty(), "these SAFETY notes name no check:\n{}", empty.join("\n"));
 }

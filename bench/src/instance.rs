@@ -88,7 +88,7 @@ impl Drop for Instance {
         self.input = None;
         let _ = wait_for("its end", END_MAX, || self.process.0.try_wait().ok().flatten());
         for pid in pids.into_iter().rev() {
-            // SAFETY: kill takes numbers only. The machine does not give a number again within seconds.
+            // SAFETY: kill(2) takes no pointer. The machine does not give a number again within seconds.
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
     }

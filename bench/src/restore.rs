@@ -255,13 +255,13 @@ fn wait_alone() -> Option<fs::File> {
 /// Kills the run's process group, this process included, when the guard is gone: the guard holds the other end of the pipe of
 /// which `number` is a descriptor.
 fn end_with_guard(number: i32) {
-    // SAFETY: fcntl takes numbers only; a descriptor that is not the guard's pipe only gets closed on exec.
+    // SAFETY: `F_SETFD` takes no pointer; a descriptor that is not the guard's pipe only gets closed on exec.
     unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
     std::thread::spawn(move || {
         // SAFETY: the guard left this descriptor open for this process, and nothing else here uses its number.
         let mut pipe = unsafe { fs::File::from_raw_fd(number) };
         if matches!(pipe.read(&mut [0]), Ok(0)) {
-            // SAFETY: kill takes numbers only; the guard made this process the leader of a group of its own.
+            // SAFETY: kill(2) takes no pointer; the guard made this process the leader of a group of its own.
             unsafe { libc::kill(0, libc::SIGKILL) };
         }
     });
@@ -311,7 +311,7 @@ pub fn guarded() -> Option<ExitCode> {
     let mut child = command.spawn().ok()?;
     let code = wait(&mut child);
     // Processes that the run left in its group.
-    // SAFETY: kill takes numbers only; a group without members is an error without effect.
+    // SAFETY: kill(2) takes no pointer; a group without members is an error without effect.
     unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
     before.restore();
     let _ = fs::remove_file(note());

@@ -28,7 +28,7 @@ fn started(dir: &Path) -> Child {
 }
 
 fn end(dir: &Path, child: &mut Child, pid: i32, signal: i32) -> ExitStatus {
-    // SAFETY: kill takes numbers only; the process is our child, or a child that our child has not reaped yet.
+    // SAFETY: kill(2) takes no pointer; the process is our child, or a child that our child has not reaped yet.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
     let status = child.wait().expect("ours");
     let left: Vec<String> = names(dir).into_iter().filter(|name| !name.ends_with(".lock")).collect();
@@ -87,7 +87,7 @@ fn no_process_outlives_a_killed_guard() {
         }
         assert!(child.try_wait().expect("ours").is_none(), "it started no process");
     };
-    // SAFETY: kill takes numbers only; the run has not reaped this child yet.
+    // SAFETY: kill(2) takes no pointer; the run has not reaped this child yet.
     assert_eq!(unsafe { libc::kill(worker as i32, libc::SIGSTOP) }, 0);
     child.kill().expect("ours");
     child.wait().expect("ours");
@@ -98,7 +98,7 @@ fn no_process_outlives_a_killed_guard() {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    // SAFETY: kill takes numbers only; the group is the run's.
+    // SAFETY: kill(2) takes no pointer; the group is the run's.
     unsafe { libc::kill(-(guarded as i32), libc::SIGKILL) };
     panic!("a process goes on: {} {}", runs(guarded), runs(worker));
 }

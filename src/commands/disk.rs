@@ -216,7 +216,7 @@ impl Caller {
     fn of_this() -> Caller {
         let caller = std::env::var(CALLER).ok().and_then(|pid| pid.parse().ok());
         if let Some(pid) = caller {
-            // SAFETY: numbers only.
+            // SAFETY: `PR_SET_PDEATHSIG` takes no pointer.
             unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) };
             // SAFETY: takes nothing.
             if unsafe { libc::getppid() } != pid {
@@ -230,7 +230,7 @@ impl Caller {
     /// The mount is there, and stays.
     fn let_go(self) {
         if self.0.is_some() {
-            // SAFETY: numbers only.
+            // SAFETY: `PR_SET_PDEATHSIG` takes no pointer.
             unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, 0) };
         }
     }
@@ -282,7 +282,7 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
 /// Takes the room for the first lines of a log: what is not written there is waited for in vain.
 fn reserve(log: &std::fs::File) -> std::io::Result<()> {
     const BYTES: libc::off_t = 4096;
-    // SAFETY: numbers only.
+    // SAFETY: fallocate(2) takes no pointer, and `FALLOC_FL_KEEP_SIZE` changes no byte of the file.
     let done = unsafe { libc::fallocate(log.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, BYTES) } == 0;
     match std::io::Error::last_os_error() {
         error if !done && error.raw_os_error() == Some(libc::ENOSPC) => Err(error),

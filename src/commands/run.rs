@@ -177,7 +177,7 @@ fn prefer_ksm() -> Result<bool, Error> {
     if !pagefold_os::ksm::exists() {
         return Err("this kernel has no KSM either; pagefold doctor tells more".into());
     }
-    // SAFETY: the option takes numbers only.
+    // SAFETY: `PR_SET_MEMORY_MERGE` takes no pointer.
     if unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0) } != 0 {
         let error = std::io::Error::last_os_error();
         return Err(match error.raw_os_error() {

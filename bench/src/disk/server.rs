@@ -103,7 +103,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         // By a signal that asks: fingerprints are kept at a clean end.
-        // SAFETY: kill takes numbers only; the child is not reaped yet, so the id is still its own.
+        // SAFETY: kill(2) takes no pointer; the child is not reaped yet, so the id is still its own.
         unsafe { libc::kill(self.pid(), libc::SIGTERM) };
         let _ = self.child.wait();
         let _ = mount::unmount(&self.at, true);

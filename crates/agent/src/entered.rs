@@ -61,7 +61,7 @@ fn begin(page: &EntryPage) -> Result<()> {
     // SAFETY: the kernel fills the 8 bytes.
     let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
     mem::keep_apart(random);
-    // SAFETY: the call takes numbers.
+    // SAFETY: `PR_GET_DUMPABLE` takes no pointer.
     if unsafe { syscall!(libc::SYS_prctl, libc::PR_GET_DUMPABLE) } != Ok(1) {
         return Err(Errno(libc::EACCES));
     }

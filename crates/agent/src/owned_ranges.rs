@@ -92,7 +92,7 @@ pub(crate) fn empty_staging(range: Range, rights: i32, mover: &Uffd) {
         return;
     }
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
-    // SAFETY: as above.
+    // SAFETY: the staging area is the agent's, so no object of the program lies below the new mapping.
     let _ = unsafe { mem::map(range.start, range.len(), rights, flags, -1, 0) };
     hide_range(range.start, range.len());
     // Without that no page is moved there.

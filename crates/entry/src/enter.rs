@@ -542,11 +542,11 @@ fn own_thread(pid: i32) -> Option<i32> {
 /// A copy of descriptor `fd` of `thread`, which has descriptors of its own.
 fn take_descriptor(thread: i32, fd: i32) -> io::Result<Fd> {
     const PIDFD_THREAD: i32 = libc::O_EXCL;
-    // SAFETY: the call takes numbers.
+    // SAFETY: pidfd_open(2) takes no pointer.
     let pidfd = unsafe { syscall!(libc::SYS_pidfd_open, thread, PIDFD_THREAD) }?;
     // SAFETY: just made, ours.
     let pidfd = unsafe { Fd::from_raw(pidfd as i32) };
-    // SAFETY: the call takes numbers.
+    // SAFETY: pidfd_getfd(2) takes no pointer.
     let taken = unsafe { syscall!(libc::SYS_pidfd_getfd, pidfd.raw(), fd, 0) }?;
     // SAFETY: just made, ours.
     Ok(unsafe { Fd::from_raw(taken as i32) })

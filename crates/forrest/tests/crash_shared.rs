@@ -299,7 +299,7 @@ impl Cleanup {
 impl Drop for Cleanup {
     fn drop(&mut self) {
         for &child in self.children.iter().filter(|&&child| child > 0) {
-            // SAFETY: as in `kill`.
+            // SAFETY: signals and reaps a child of this process; `kill` sets the entry of a reaped one to 0.
             unsafe {
                 libc::kill(child, libc::SIGKILL);
                 libc::waitpid(child, std::ptr::null_mut(), 0);
@@ -322,7 +322,7 @@ fn start(cleanup: &mut Cleanup, journals: &[Journal], slot: usize, seed: &mut u6
 
 /// Cleans up in a child that dies at the `die_after`-th store of it. Whether it came so far.
 fn recoverer_dies(cleanup: &Cleanup, die_after: u64) -> bool {
-    // SAFETY: as in `start`.
+    // SAFETY: this process has one thread, and the child ends by _exit.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "fork: {}", std::io::Error::last_os_error());
     if child == 0 {

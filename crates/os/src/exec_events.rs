@@ -33,7 +33,7 @@ impl ExecEvents {
     /// `EPROTONOSUPPORT` if the kernel has no connector.
     pub fn open() -> Result<ExecEvents> {
         let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // SAFETY: numbers only; the descriptor is new and ours.
+        // SAFETY: socket(2) takes no pointer; the descriptor is new and has this one owner.
         let socket = unsafe {
             let fd = syscall!(libc::SYS_socket, libc::AF_NETLINK, kind, NETLINK_CONNECTOR)?;
             Fd::from_raw(fd as i32)

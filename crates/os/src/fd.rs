@@ -85,7 +85,7 @@ impl Fd {
     /// # Errors
     /// As fcntl(2) `F_DUPFD_CLOEXEC`.
     pub fn duplicate(&self) -> Result<Fd> {
-        // SAFETY: the call takes numbers only.
+        // SAFETY: `F_DUPFD_CLOEXEC` takes no pointer; the descriptor that it returns is new and has this one owner.
         unsafe { syscall!(libc::SYS_fcntl, self.0, libc::F_DUPFD_CLOEXEC, 0) }.map(|fd| Fd(fd as i32))
     }
 
@@ -125,9 +125,9 @@ impl Fd {
     /// # Errors
     /// As fcntl(2).
     pub fn set_nonblocking(&self) -> Result<()> {
-        // SAFETY: numbers only.
+        // SAFETY: `F_GETFL` takes no pointer; `self` keeps the descriptor open.
         let flags = unsafe { syscall!(libc::SYS_fcntl, self.0, libc::F_GETFL) }? as i32;
-        // SAFETY: as above.
+        // SAFETY: `F_SETFL` takes no pointer; `self` keeps the descriptor open.
         unsafe { syscall!(libc::SYS_fcntl, self.0, libc::F_SETFL, flags | libc::O_NONBLOCK) }.map(drop)
     }
 

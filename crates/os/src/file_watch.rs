@@ -29,7 +29,7 @@ impl Watch {
     /// # Errors
     /// As inotify_init1(2).
     pub fn new() -> Result<Watch> {
-        // SAFETY: numbers only; the descriptor is new and ours.
+        // SAFETY: inotify_init1(2) takes no pointer; the descriptor is new and has this one owner.
         unsafe {
             let fd = syscall!(libc::SYS_inotify_init1, libc::IN_CLOEXEC | libc::IN_NONBLOCK)?;
             Ok(Watch(Fd::from_raw(fd as i32)))

@@ -106,7 +106,7 @@ pub struct Mapping {
 
 // SAFETY: a mapping is plain memory of the process; what threads do to it is up to the users of its address.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: the value holds an address and a length, and no method changes them.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -161,10 +161,10 @@ impl Mapping {
             // SAFETY: the unused part of the reservation just made above; no address of it has been given out.
             let _ = unsafe { unmap(start, before) };
         }
-        // SAFETY: the same.
+        // SAFETY: the part of the reservation after the mapping; no address of it has been given out.
         let _ = unsafe { unmap(addr + len, after) };
         if let Err(errno) = mapped {
-            // SAFETY: the same.
+            // SAFETY: the part of the reservation that could not be mapped; no address of it has been given out.
             let _ = unsafe { unmap(addr, len) };
             return Err(errno);
         }

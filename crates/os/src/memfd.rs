@@ -25,7 +25,7 @@ pub fn create(name: &CStr, len: u64) -> Result<Fd> {
     let fd = unsafe { syscall!(libc::SYS_memfd_create, name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) }?;
     // SAFETY: the descriptor was just made and is ours.
     let fd = unsafe { Fd::from_raw(fd as i32) };
-    // SAFETY: numbers only.
+    // SAFETY: ftruncate(2) takes no pointer, and no process has mapped the new file.
     unsafe { syscall!(libc::SYS_ftruncate, fd.raw(), len) }?;
     Ok(fd)
 }
@@ -35,7 +35,7 @@ pub fn create(name: &CStr, len: u64) -> Result<Fd> {
 /// # Errors
 /// As fcntl(2) `F_ADD_SEALS`; `EBUSY` while the file is mapped writable and `SEAL_WRITE` is asked for.
 pub fn add_seals(fd: &Fd, seals: i32) -> Result<()> {
-    // SAFETY: numbers only.
+    // SAFETY: `F_ADD_SEALS` takes no pointer, and a seal changes no byte of the file.
     unsafe { syscall!(libc::SYS_fcntl, fd.raw(), libc::F_ADD_SEALS, seals) }.map(drop)
 }
 
@@ -44,7 +44,7 @@ pub fn add_seals(fd: &Fd, seals: i32) -> Result<()> {
 /// # Errors
 /// As fcntl(2) `F_GET_SEALS`; `EINVAL` if `fd` is no memory file.
 pub fn seals(fd: &Fd) -> Result<i32> {
-    // SAFETY: numbers only.
+    // SAFETY: `F_GET_SEALS` takes no pointer.
     unsafe { syscall!(libc::SYS_fcntl, fd.raw(), libc::F_GET_SEALS) }.map(|seals| seals as i32)
 }
 
@@ -53,7 +53,7 @@ pub fn seals(fd: &Fd) -> Result<i32> {
 /// # Errors
 /// As fchmod(2).
 pub fn set_mode(fd: &Fd, mode: u32) -> Result<()> {
-    // SAFETY: numbers only.
+    // SAFETY: fchmod(2) takes no pointer and changes the mode only.
     unsafe { syscall!(libc::SYS_fchmod, fd.raw(), mode) }.map(drop)
 }
 
@@ -62,7 +62,7 @@ pub fn set_mode(fd: &Fd, mode: u32) -> Result<()> {
 /// # Errors
 /// As fchown(2).
 pub fn set_group(fd: &Fd, group: u32) -> Result<()> {
-    // SAFETY: numbers only; the first leaves the owner.
+    // SAFETY: fchown(2) takes no pointer; -1 leaves the owner.
     unsafe { syscall!(libc::SYS_fchown, fd.raw(), -1_i64, group) }.map(drop)
 }
 
@@ -79,7 +79,7 @@ pub fn owner_and_group(fd: &Fd) -> Result<(u32, u32)> {
 /// # Errors
 /// As lseek(2) `SEEK_HOLE`.
 pub fn first_hole(fd: &Fd) -> Result<u64> {
-    // SAFETY: numbers only.
+    // SAFETY: lseek(2) takes no pointer; it moves the file's position only.
     unsafe { syscall!(libc::SYS_lseek, fd.raw(), 0, libc::SEEK_HOLE) }.map(|at| at as u64)
 }
 

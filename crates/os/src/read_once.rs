@@ -46,7 +46,7 @@ pub struct ReadOnce {
 impl ReadOnce {
     /// Reads `file` from its beginning. On a kernel without `RWF_DONTCACHE` these pages are evicted before pages in use.
     pub fn new(file: File) -> ReadOnce {
-        // SAFETY: numbers only. It is advice: if the file has none the reads are the same.
+        // SAFETY: posix_fadvise(2) takes no pointer. If the file takes no advice the reads are the same.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_NOREUSE) };
         ReadOnce { file, offset: 0 }
     }

@@ -61,7 +61,7 @@ mod tests {
             let _outer = Blocked::all();
             {
                 let _inner = Blocked::all();
-                // SAFETY: numbers only; to this thread.
+                // SAFETY: raise(3) takes no pointer, and the handler of `SIGUSR2` only counts.
                 unsafe { libc::raise(libc::SIGUSR2) };
             }
             assert_eq!(RANG.load(Ordering::Relaxed), 0, "the inner guard left the outer one's mask");

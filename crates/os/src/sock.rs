@@ -12,7 +12,7 @@ pub const FDS_MAX: usize = 253;
 /// # Errors
 /// As socket(2).
 pub fn packet_socket() -> Result<Fd> {
-    // SAFETY: numbers only.
+    // SAFETY: socket(2) takes no pointer.
     let fd = unsafe { syscall!(libc::SYS_socket, libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0) }?;
     // SAFETY: just made, ours.
     Ok(unsafe { Fd::from_raw(fd as i32) })
@@ -83,7 +83,7 @@ pub fn listen(path: &[u8]) -> Result<Fd> {
     crate::memfd::set_mode(&socket, 0o600)?;
     // SAFETY: the address outlives the call.
     unsafe { syscall!(libc::SYS_bind, socket.raw(), core::ptr::from_ref(&addr), len) }?;
-    // SAFETY: numbers only.
+    // SAFETY: listen(2) takes no pointer.
     unsafe { syscall!(libc::SYS_listen, socket.raw(), 128) }?;
     Ok(socket)
 }
@@ -95,7 +95,7 @@ pub fn listen(path: &[u8]) -> Result<Fd> {
 /// As socket(2); `ENAMETOOLONG` if the path does not fit.
 pub fn is_served(path: &[u8]) -> Result<bool> {
     let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
-    // SAFETY: numbers only.
+    // SAFETY: socket(2) takes no pointer.
     let fd = unsafe { syscall!(libc::SYS_socket, libc::AF_UNIX, kind, 0) }?;
     // SAFETY: just made, ours.
     let socket = unsafe { Fd::from_raw(fd as i32) };
@@ -350,10 +350,10 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("pagefold-sock-{}", std::process::id()));
         std::fs::create_dir(&dir).unwrap();
         let path = dir.join("s");
-        // SAFETY: numbers only. What other tests make meanwhile is temporary.
+        // SAFETY: umask(2) takes no pointer. What other tests make meanwhile is temporary.
         let mask = unsafe { libc::umask(0) };
         let listener = listen(path.as_os_str().as_bytes());
-        // SAFETY: as above.
+        // SAFETY: umask(2) takes no pointer; `mask` is what it was.
         unsafe { libc::umask(mask) };
         let mode = std::fs::metadata(&path).unwrap().permissions().mode();
         std::fs::remove_dir_all(&dir).unwrap();

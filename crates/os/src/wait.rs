@@ -15,7 +15,7 @@ impl Bell {
     /// # Errors
     /// If there is no descriptor left.
     pub fn new() -> Result<Bell> {
-        // SAFETY: numbers only; the descriptor is new and ours.
+        // SAFETY: eventfd2(2) takes no pointer; the descriptor is new and has this one owner.
         unsafe {
             let fd = syscall!(libc::SYS_eventfd2, 0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK)?;
             Ok(Bell(Fd::from_raw(fd as i32)))

@@ -57,9 +57,9 @@ fn no_process_can_change_a_published_slot() {
             assert!(writable.write(b"x").is_err());
             let prot = libc::PROT_READ | libc::PROT_WRITE;
             assert!(Mapping::file(writable.raw(), 0, SEGMENT_LEN, prot, libc::MAP_SHARED).is_err());
-            // SAFETY: numbers only.
+            // SAFETY: ftruncate(2) takes no pointer, and the seals have it fail.
             assert!(unsafe { syscall!(libc::SYS_ftruncate, writable.raw(), 0) }.is_err());
-            // SAFETY: numbers only.
+            // SAFETY: fallocate(2) takes no pointer, and the seals have it fail.
             let punched = unsafe {
                 syscall!(
                     libc::SYS_fallocate,

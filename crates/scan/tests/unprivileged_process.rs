@@ -228,7 +228,7 @@ fn pages_that_fork_shares_already_are_not_saved_again() {
     // SAFETY: the child makes two system calls and no other call; it needs no lock that another thread may hold.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        // SAFETY: both calls take numbers only.
+        // SAFETY: `PR_SET_PDEATHSIG` and pause(2) take no pointer.
         unsafe {
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
             loop {

@@ -479,7 +479,7 @@ impl Arena {
     fn allocate_range(&self, word: usize, bytes: usize) -> Result<(), Errno> {
         self.check_fail_hook()?;
         loop {
-            // SAFETY: the call takes numbers only and does not change the bytes of the file.
+            // SAFETY: fallocate(2) takes no pointer, and without a mode it changes no byte of the file.
             let result = unsafe { libc::fallocate64(self.fd.raw(), 0, (word * 8) as i64, bytes as i64) };
             match (result, std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)) {
                 (0, _) => break,
@@ -653,7 +653,7 @@ impl Arena {
 fn punch(fd: &Fd, offset: u64, len: u64) {
     if len > 0 {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: the call takes numbers only; the range holds no used slot, and the words of `map` there become zero, which
+        // SAFETY: fallocate(2) takes no pointer; the range holds no used slot, and the words of `map` there become zero, which
         // is a valid value.
         unsafe { libc::fallocate64(fd.raw(), mode, offset as i64, len as i64) };
     }

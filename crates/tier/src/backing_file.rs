@@ -110,7 +110,7 @@ impl Backing for BackingFile {
 
     fn discard(&self, offset: u64, len: u64) {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: the call takes numbers only; no live payload lies in the range.
+        // SAFETY: fallocate(2) takes no pointer; no live payload lies in the range.
         unsafe { libc::fallocate64(self.file.as_raw_fd(), mode, offset as i64, len as i64) };
     }
 

@@ -106,7 +106,7 @@ pub fn take_passed() -> Vec<(String, Vec<Fd>)> {
     for (stored, number) in all {
         let Some((name, index)) = kept_name(&stored) else { continue };
         // Child processes must not inherit it. Fails if the descriptor is not open.
-        // SAFETY: F_SETFD takes numbers only.
+        // SAFETY: `F_SETFD` takes no pointer.
         if unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } == 0 {
             // SAFETY: the manager passed the descriptor to this process under a stored name, and `TAKEN` makes this the only
             // owner.
@@ -127,7 +127,7 @@ fn notify(path: &[u8], text: &str, fds: &[i32]) -> io::Result<()> {
         path[0] = 0;
     }
     let (address, len) = sock::address(&path).map_err(to_io)?;
-    // SAFETY: socket takes numbers only.
+    // SAFETY: socket(2) takes no pointer.
     let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());

@@ -137,7 +137,7 @@ fn other_signals_go_to_the_previous_handler() {
     killed_by(short.addr() as usize + PAGE);
     // A sent signal: the handler returns, and so does the call.
     let calls = CALLS.load(Ordering::SeqCst);
-    // SAFETY: the call takes numbers only.
+    // SAFETY: raise(3) takes no pointer; the test's own handler counts the call.
     assert_eq!(unsafe { libc::raise(libc::SIGBUS) }, 0);
     assert_eq!((CALLS.load(Ordering::SeqCst), ADDRESS.load(Ordering::Relaxed)), (calls + 1, 0));
     // After its bytes are restored the page can be loaded again.
@@ -163,7 +163,7 @@ fn child() {
             // SAFETY: the address is mapped; the read raises SIGBUS, which ends the process.
             unsafe { short.as_ptr().add(PAGE).read_volatile() };
         }
-        // SAFETY: the call takes numbers only.
+        // SAFETY: raise(3) takes no pointer; the signal ends this process, as the test wants.
         _ => drop(unsafe { libc::raise(libc::SIGBUS) }),
     }
     std::process::exit(1);

@@ -274,7 +274,7 @@ mod tests {
         unsafe { mem::protect(all.start, all.len(), libc::PROT_NONE) }.unwrap();
         let opened: Vec<Range> = (0..COUNT).map(|index| Range::pages_from(all.start + index * STEP, 1)).collect();
         for range in &opened {
-            // SAFETY: as above.
+            // SAFETY: the range is a page of `room`, the test's memory, which is not touched.
             unsafe { mem::protect(range.start, PAGE, libc::PROT_READ | libc::PROT_WRITE) }.unwrap();
         }
         let mut table = Box::new(RangeAttributes::new());

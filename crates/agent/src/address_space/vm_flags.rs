@@ -81,7 +81,7 @@ mod tests {
         // SAFETY: the advice leaves memory of the test as it is.
         unsafe { mem::advise(marked.addr(), marked.len() as u64, libc::MADV_MERGEABLE) }.unwrap();
         let middle = |map: &mem::Mapping| map.addr() + map.len() as u64 / 2;
-        // SAFETY: as above; each advice cuts the mapping.
+        // SAFETY: the page lies in `whole`, the test's memory; each advice cuts the mapping and changes no bytes.
         unsafe { mem::advise(middle(&whole), page, libc::MADV_DONTDUMP) }.unwrap();
         refresh(&mut table).unwrap();
         assert!(table.at(whole.addr() + 2 * page).seen && table.at(middle(&whole)).dont_dump);

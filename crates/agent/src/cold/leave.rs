@@ -229,7 +229,7 @@ mod tests {
     fn a_leaving_agent_waits_for_moving_pages() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
-        // SAFETY: dup(2) takes numbers only, and the new descriptor has this one owner.
+        // SAFETY: dup(2) takes no pointer, and the new descriptor has this one owner.
         let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
         cold.residency.head().moving_pages.store(1, Ordering::SeqCst);
         RESIDENCY.store(cold.residency.base(), Ordering::Release);
@@ -257,7 +257,7 @@ mod tests {
     fn a_leaving_agent_waits_for_a_move_that_is_not_read_yet() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected_with(uffd::FEATURE_EVENT_REMAP) else { return };
-        // SAFETY: dup(2) takes numbers only, and the new descriptor has this one owner.
+        // SAFETY: dup(2) takes no pointer, and the new descriptor has this one owner.
         let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
         let (residency, from) = (cold.residency, memory.addr());
         let target = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
@@ -312,7 +312,7 @@ mod tests {
         cold.residency.find_or_add(memory.addr()).unwrap();
         cold.residency.set_state(memory.addr(), EVICTED);
         RESIDENCY.store(cold.residency.base(), Ordering::Release);
-        // SAFETY: dup(2) takes numbers only, and the new descriptor has this one owner.
+        // SAFETY: dup(2) takes no pointer, and the new descriptor has this one owner.
         let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
         with_a_daemon(&cold.residency_fd, |_| cold.fault_in_everything());
         assert_eq!(cold.residency.state(memory.addr()), EVICTED, "it came");
@@ -330,7 +330,7 @@ mod tests {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
         let first = memory.addr();
-        // SAFETY: dup(2) takes numbers only, and the new descriptor has this one owner.
+        // SAFETY: dup(2) takes no pointer, and the new descriptor has this one owner.
         let _kept = unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) };
         assert!(cold.residency.try_lock(OWNER_DAEMON));
         RESIDENCY.store(cold.residency.base(), Ordering::Release);

@@ -477,7 +477,7 @@ mod tests {
                 let memory = mem::Mapping::anonymous(PAGES * PAGE_SIZE).unwrap();
                 // SAFETY: pages of the test's memory.
                 let at = |page: usize| unsafe { memory.as_ptr().add(page * PAGE_SIZE).cast::<Page>() };
-                // SAFETY: as above.
+                // SAFETY: `page` is below `PAGES`, so `at` points into `memory`, which no other thread uses yet.
                 (0..PAGES).for_each(|page| unsafe { at(page).write(content(page)) });
                 for first in (0..8 * PAGES).step_by(8).map(|first| first % PAGES) {
                     let piece = |page: usize| Piece {
@@ -488,7 +488,7 @@ mod tests {
                     };
                     agent.remap_span(&core::array::from_fn::<_, 8, _>(piece), &mut [Outcome::default(); 8]);
                 }
-                // SAFETY: as above.
+                // SAFETY: `page` is below `PAGES`, so `at` points into `memory`, which is mapped until the turn ends.
                 wrong = (0..PAGES).filter(|page| unsafe { at(*page).read_volatile() } != content(*page)).count();
             }
             ends.store(true, core::sync::atomic::Ordering::Release);

@@ -33,7 +33,7 @@ unsafe fn stat_by(call: impl Fn() -> c_int, dir: c_int, path: *const c_char, to:
             return told;
         }
         if ours == before {
-            // SAFETY: as above.
+            // SAFETY: the call succeeded above, so the kernel has written `to`.
             unsafe { (*to).st_nlink = (*to).st_nlink.saturating_sub(ours as libc::nlink_t) };
             return told;
         }
@@ -191,7 +191,7 @@ macro_rules! stats {
                     // A name of another version of the C library, or nothing is looked up yet.
                     // SAFETY: the program's own call with its own arguments, as its caller promised.
                     0 => returned(unsafe { syscall!(libc::SYS_newfstatat, $dir, $path, $to, $flags) }.map(drop)),
-                    // SAFETY: as above, by a function of this name, which has this type.
+                    // SAFETY: the linker found a function of this name, which has this type; the arguments are the program's own.
                     found => unsafe {
                         core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> c_int>(found)($($arg),*)
                     },

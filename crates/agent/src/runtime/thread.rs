@@ -169,7 +169,7 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" f
 /// answer by a flush that may wait. The kernel makes none of the descriptors from 64 on; the lowest it copies, and closes at once.
 #[must_use]
 pub(crate) fn begin_thread(name: &CStr) -> bool {
-    // SAFETY: the call takes numbers only. The table is new, and empty when the call is done, or it fails.
+    // SAFETY: close_range(2) takes no pointer. The table is new, and empty when the call is done, or it fails.
     let apart = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, libc::CLOSE_RANGE_UNSHARE) };
     // SAFETY: names the thread.
     let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, name.as_ptr()) };

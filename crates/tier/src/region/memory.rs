@@ -300,7 +300,7 @@ mod tests {
             wait(libc::WNOHANG) == child
         });
         if !has_ended {
-            // SAFETY: kill takes numbers; `child` is not reaped yet.
+            // SAFETY: kill(2) takes no pointer; `child` is not reaped yet.
             unsafe { libc::kill(child, libc::SIGKILL) };
             wait(0);
         }

@@ -516,7 +516,7 @@ mod tests {
     fn a_blocking_descriptor_does_not_hold_up_the_fault_thread() {
         let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMOVE, 1) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
-        // SAFETY: numbers only.
+        // SAFETY: `F_SETFL` takes no pointer; the descriptor is the client's and open.
         assert_eq!(unsafe { libc::fcntl(client.uffd.fd().raw(), libc::F_SETFL, 0) }, 0);
         let (done, is_done) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
