@@ -2,6 +2,7 @@
 
 use crate::process::cpu_s;
 use pagefold_os::mem::Mapping;
+use pagefold_os::pagemap::{ENTRY_BYTES, PageEntry};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,9 +40,9 @@ impl Area {
     pub fn resident_bytes(&self) -> io::Result<usize> {
         let pages = self.0.len() / 4096;
         let file = std::fs::File::open("/proc/self/pagemap")?;
-        let mut entries = vec![0; pages * 8];
-        std::os::unix::fs::FileExt::read_exact_at(&file, &mut entries, self.0.addr() / 4096 * 8)?;
-        Ok(entries.as_chunks::<8>().0.iter().filter(|entry| entry[7] & 0x80 != 0).count() * 4096)
+        let mut entries = vec![0; pages * ENTRY_BYTES];
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut entries, self.0.addr() / 4096 * ENTRY_BYTES as u64)?;
+        Ok(PageEntry::all(&entries).filter(|entry| entry.is_present()).count() * 4096)
     }
 }
 

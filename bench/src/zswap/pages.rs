@@ -5,6 +5,7 @@ use crate::process::{Running, wait_for};
 use crate::redis::Redis;
 use crate::restore::{Undo, folder};
 use crate::vm::Console;
+use pagefold_os::pagemap::{ENTRY_BYTES, PageEntry};
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
@@ -31,12 +32,12 @@ fn memory_of(pid: u32, bytes_max: usize) -> io::Result<Vec<u8>> {
         let (start, end) = (parse(start)?, parse(end)?);
         let mut page = [0; 4096];
         for at in (start..end).step_by(4096) {
-            let mut entry = [0; 8];
-            if pages.len() >= bytes_max || pagemap.read_exact_at(&mut entry, at / 4096 * 8).is_err() {
+            let (mut entry, offset) = ([0; ENTRY_BYTES], at / 4096 * ENTRY_BYTES as u64);
+            if pages.len() >= bytes_max || pagemap.read_exact_at(&mut entry, offset).is_err() {
                 break;
             }
             // Only present pages: others hold nothing.
-            if u64::from_le_bytes(entry) >> 63 != 0 && memory.read_exact_at(&mut page, at).is_ok() {
+            if PageEntry::from_bytes(entry).is_present() && memory.read_exact_at(&mut page, at).is_ok() {
                 pages.extend_from_slice(&page);
             }
         }

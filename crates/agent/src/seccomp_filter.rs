@@ -7,6 +7,7 @@
 
 use core::ffi::{c_int, c_long};
 use libc::sock_filter;
+use pagefold_os::mem::{READ_WRITE, READ_WRITE_EXECUTE};
 use pagefold_os::{maps, pagemap, uffd};
 
 /// Most instructions that the kernel takes.
@@ -56,8 +57,6 @@ const fn open(flags: c_int) -> Call {
     call(libc::SYS_openat, [libc::AT_FDCWD as u64, P, (flags | libc::O_CLOEXEC) as u64, 0, 0, 0])
 }
 
-const RW: c_int = libc::PROT_READ | libc::PROT_WRITE;
-const RWX: c_int = RW | libc::PROT_EXEC;
 const FIXED: c_int = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
 
 /// What is called as long as an agent is there.
@@ -78,15 +77,15 @@ const WORK: &[Call] = &[
     call(libc::SYS_memfd_create, [P, 3, 0, 0, 0, 0]),
     open(libc::O_RDONLY),
     open(libc::O_RDWR),
-    map(RW, FIXED),
-    map(RW, FIXED | libc::MAP_ANONYMOUS),
-    map(RW, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS),
-    map(RW, libc::MAP_SHARED),
+    map(READ_WRITE, FIXED),
+    map(READ_WRITE, FIXED | libc::MAP_ANONYMOUS),
+    map(READ_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS),
+    map(READ_WRITE, libc::MAP_SHARED),
     map(libc::PROT_READ, libc::MAP_SHARED),
     map(libc::PROT_NONE, FIXED | libc::MAP_ANONYMOUS),
     map(libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
     call(libc::SYS_munmap, [P, L, 0, 0, 0, 0]),
-    call(libc::SYS_mprotect, [P, L, RW as u64, 0, 0, 0]),
+    call(libc::SYS_mprotect, [P, L, READ_WRITE as u64, 0, 0, 0]),
     call(libc::SYS_mremap, [P, L, L, (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as u64, P, 0]),
     call(
         libc::SYS_mremap,
@@ -132,8 +131,11 @@ const START: &[Call] = &[
 ];
 
 /// What merging memory that can be executed takes.
-const EXECUTE: &[Call] =
-    &[map(RWX, FIXED), map(RWX, FIXED | libc::MAP_ANONYMOUS), call(libc::SYS_mprotect, [P, L, RWX as u64, 0, 0, 0])];
+const EXECUTE: &[Call] = &[
+    map(READ_WRITE_EXECUTE, FIXED),
+    map(READ_WRITE_EXECUTE, FIXED | libc::MAP_ANONYMOUS),
+    call(libc::SYS_mprotect, [P, L, READ_WRITE_EXECUTE as u64, 0, 0, 0]),
+];
 
 /// What the agent can do without.
 const FOLLOW: Call = call(libc::SYS_sched_setaffinity, [0, 1024, P, 0, 0, 0]);

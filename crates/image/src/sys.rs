@@ -1,6 +1,7 @@
 //! The few Linux calls of this crate that no safe wrapper has; the only unsafe code in it.
 #![allow(unsafe_code)]
 
+use pagefold_os::pagemap::{ENTRY_BYTES, PageEntry};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use rustix::fs::Stat;
@@ -378,12 +379,9 @@ impl Map {
         if unsafe { libc::madvise(self.start, self.size, libc::MADV_POPULATE_READ) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        let mut raw = vec![0u8; self.size.div_ceil(PAGE as usize) * 8];
-        File::open("/proc/self/pagemap")?.read_exact_at(&mut raw, self.start as u64 / PAGE * 8)?;
-        const PRESENT: u64 = 1 << 63;
-        const FRAME: u64 = (1 << 55) - 1;
-        let entries = raw.chunks_exact(8).map(|entry| u64::from_le_bytes(entry.try_into().expect("8 bytes")));
-        Ok(entries.map(|entry| if entry & PRESENT != 0 { entry & FRAME } else { 0 }).collect())
+        let mut raw = vec![0u8; self.size.div_ceil(PAGE as usize) * ENTRY_BYTES];
+        File::open("/proc/self/pagemap")?.read_exact_at(&mut raw, self.start as u64 / PAGE * ENTRY_BYTES as u64)?;
+        Ok(PageEntry::all(&raw).map(PageEntry::frame).collect())
     }
 }
 

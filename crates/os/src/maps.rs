@@ -1,6 +1,7 @@
 //! /proc/PID/maps, parsed without allocating.
 
 use crate::fd::Fd;
+use crate::mem::{READ_WRITE, READ_WRITE_EXECUTE};
 use crate::raw::{self, Errno};
 use crate::{Range, syscall};
 
@@ -24,7 +25,6 @@ pub struct Map<'a> {
 impl Map<'_> {
     /// True for private anonymous memory that can be read and written, [executable](Self::is_executable) or not.
     pub fn is_plain_anonymous(&self) -> bool {
-        const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
         !self.shared
             && self.inode == 0
             && self.prot & READ_WRITE == READ_WRITE
@@ -69,7 +69,6 @@ pub const REQUEST: u32 = 0xc068_6611;
 const COVERING_OR_NEXT: u64 = 0x10;
 const FILE_BACKED: u64 = 0x20;
 const SHARED: u64 = 8;
-const RIGHTS: i32 = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
 
 /// What the request takes and gives.
 #[repr(C)]
@@ -122,7 +121,7 @@ pub fn file_from<'n>(maps: &Fd, addr: u64, name: &'n mut [u8]) -> raw::Result<Op
     let len = (query.name_len as usize).saturating_sub(1).min(name.len());
     Ok(Some(Map {
         range: Range { start: query.start, end: query.end },
-        prot: query.rights as i32 & RIGHTS,
+        prot: query.rights as i32 & READ_WRITE_EXECUTE,
         shared: query.rights & SHARED != 0,
         offset: query.offset,
         inode: query.inode,
@@ -138,7 +137,7 @@ pub fn rights_at(maps: &Fd, addr: u64) -> raw::Result<Option<i32>> {
     let mut query = Query { bytes: size_of::<Query>() as u64, addr, ..Query::default() };
     // SAFETY: there is no room for a name.
     let is_there = unsafe { ask(maps, &mut query) }?;
-    Ok(is_there.then_some(query.rights as i32 & RIGHTS))
+    Ok(is_there.then_some(query.rights as i32 & READ_WRITE_EXECUTE))
 }
 
 /// Asks an open /proc/PID/maps for a mapping; false if there is none.

@@ -66,6 +66,11 @@ pub unsafe fn remap(addr: u64, len: u64, new_len: u64, flags: i32, new_addr: u64
     unsafe { syscall!(libc::SYS_mremap, addr, len, new_len, flags, new_addr) }.map(|addr| addr as u64)
 }
 
+/// Rights of memory that a program reads and writes.
+pub const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+/// Rights of memory that it also executes.
+pub const READ_WRITE_EXECUTE: i32 = READ_WRITE | libc::PROT_EXEC;
+
 /// Advice that makes a huge page of the memory there at once, whatever the settings for transparent ones are; Linux 6.1.
 pub const MADV_COLLAPSE: i32 = 25;
 /// Advice that makes every access to a range a fault, and its end; Linux 6.13, for files' pages 6.15.
@@ -118,14 +123,7 @@ impl Mapping {
         let len = len.next_multiple_of(PAGE_SIZE) as u64;
         // SAFETY: the kernel chooses a free range.
         let addr = unsafe {
-            map(
-                wish(len),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
+            map(wish(len), len, READ_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1, 0)
         }?;
         // SAFETY: the range is ours; the advice discards nothing. Kernels without huge pages refuse it, which is as good.
         let _ = unsafe { advise(addr, len, libc::MADV_NOHUGEPAGE) };

@@ -1,4 +1,4 @@
-//! `PAGEMAP_SCAN` on /proc/PID/pagemap: which pages were written, and protect them again.
+//! /proc/PID/pagemap: the entries of its pages, and `PAGEMAP_SCAN`: which pages were written, and protect them again.
 
 use crate::fd::Fd;
 use crate::raw::{Errno, Result};
@@ -107,26 +107,66 @@ pub fn protect(fd: &Fd, range: Range, query: Query) -> Result<()> {
     Ok(())
 }
 
+/// Bytes of one page's entry in the file.
+pub const ENTRY_BYTES: usize = 8;
+
+/// What the file says of one page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageEntry(u64);
+
+impl PageEntry {
+    const PRESENT: u64 = 1 << 63;
+    const FILE: u64 = 1 << 61;
+    const EXCLUSIVE: u64 = 1 << 56;
+    const FRAME: u64 = (1 << 55) - 1;
+
+    /// The entry with these bytes.
+    pub fn from_bytes(bytes: [u8; ENTRY_BYTES]) -> PageEntry {
+        PageEntry(u64::from_ne_bytes(bytes))
+    }
+
+    /// The entries of neighbouring pages, as the file holds them.
+    pub fn all(bytes: &[u8]) -> impl Iterator<Item = PageEntry> {
+        bytes.as_chunks().0.iter().copied().map(PageEntry::from_bytes)
+    }
+
+    /// True if the page is in memory.
+    pub fn is_present(self) -> bool {
+        self.0 & PageEntry::PRESENT != 0
+    }
+
+    /// True if the page is a file's or shared memory's, not the process's own.
+    pub fn is_file(self) -> bool {
+        self.0 & PageEntry::FILE != 0
+    }
+
+    /// True if no other process maps the page.
+    pub fn is_exclusive(self) -> bool {
+        self.0 & PageEntry::EXCLUSIVE != 0
+    }
+
+    /// The number of the physical frame; 0 if the page is not in memory, or without `CAP_SYS_ADMIN`.
+    pub fn frame(self) -> u64 {
+        if self.is_present() { self.0 & PageEntry::FRAME } else { 0 }
+    }
+}
+
 /// Calls `each` with the address of each page of `range` that is in memory, is no file's, and is mapped by this process alone.
 ///
 /// # Errors
 /// As read(2).
 pub fn each_alone(fd: &Fd, range: Range, mut each: impl FnMut(u64)) -> Result<()> {
-    const PRESENT: u64 = 1 << 63;
-    const FILE_OR_SHARED: u64 = 1 << 61;
-    const ALONE: u64 = 1 << 56;
     const PAGE: u64 = crate::PAGE_SIZE as u64;
     let mut at = range.start;
     while at < range.end {
-        let mut words = [0u8; 64 * 8];
-        let wanted = (((range.end - at) / PAGE) as usize * 8).min(words.len());
-        let got = fd.read_at(&mut words[..wanted], at / PAGE * 8)?;
+        let mut bytes = [0u8; 64 * ENTRY_BYTES];
+        let wanted = (((range.end - at) / PAGE) as usize * ENTRY_BYTES).min(bytes.len());
+        let got = fd.read_at(&mut bytes[..wanted], at / PAGE * ENTRY_BYTES as u64)?;
         if got == 0 {
             return Ok(());
         }
-        for word in words[..got].chunks_exact(8) {
-            let word = word.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
-            if word & (PRESENT | FILE_OR_SHARED | ALONE) == PRESENT | ALONE {
+        for entry in PageEntry::all(&bytes[..got]) {
+            if entry.is_present() && entry.is_exclusive() && !entry.is_file() {
                 each(at);
             }
             at += PAGE;

@@ -38,8 +38,7 @@ impl Backing {
     /// # Errors
     /// As mmap(2).
     pub fn new(file: Fd, len: usize) -> io::Result<Backing> {
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let mapping = Mapping::file_aligned(file.raw(), len, prot, libc::MAP_SHARED, BLOCK_LEN)?;
+        let mapping = Mapping::file_aligned(file.raw(), len, mem::READ_WRITE, libc::MAP_SHARED, BLOCK_LEN)?;
         // No thread ever waits for a page here: touching a missing page is an immediate error.
         let features = uffd::FEATURE_MISSING_SHMEM | uffd::FEATURE_SIGBUS;
         // A service's filter may forbid the call, and allow the device.
@@ -194,8 +193,7 @@ mod tests {
     /// Returns whether the kernel makes huge pages of a file's pages that no userfaultfd watches.
     fn has_huge_pages() -> bool {
         let (file, len) = (file(), BLOCKS as usize * BLOCK_LEN);
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let plain = Mapping::file_aligned(file.raw(), len, prot, libc::MAP_SHARED, BLOCK_LEN).unwrap();
+        let plain = Mapping::file_aligned(file.raw(), len, mem::READ_WRITE, libc::MAP_SHARED, BLOCK_LEN).unwrap();
         (0..BLOCKS as usize).all(|block| {
             let at = plain.addr() + (block * BLOCK_LEN) as u64;
             // SAFETY: a page of the mapping, which is ours alone.

@@ -103,7 +103,7 @@ impl Channel {
     }
 
     fn map(fd: Fd) -> Result<Channel> {
-        let map = Mapping::file(fd.raw(), 0, LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
+        let map = Mapping::file(fd.raw(), 0, LEN, mem::READ_WRITE, libc::MAP_SHARED)?;
         Ok(Channel { fd, map })
     }
 

@@ -142,8 +142,7 @@ mod tests {
         let uffd = Uffd::new(uffd::open_device().ok().as_ref(), features).ok()?;
         let file = memfd::create(c"pagefold-pool", (pages * PAGE_SIZE) as u64).unwrap();
         (0..pages).for_each(|page| assert_eq!(file.write(&[1 + page as u8; PAGE_SIZE]), Ok(PAGE_SIZE)));
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        let map = mem::Mapping::file(file.raw(), 0, pages * PAGE_SIZE, rights, libc::MAP_PRIVATE).unwrap();
+        let map = mem::Mapping::file(file.raw(), 0, pages * PAGE_SIZE, mem::READ_WRITE, libc::MAP_PRIVATE).unwrap();
         let range = Range::pages_from(map.addr(), pages as u64);
         // SAFETY: reads pages in.
         unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) }.unwrap();

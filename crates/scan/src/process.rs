@@ -11,7 +11,7 @@ use crate::record::Kind;
 use crate::smaps::{self, Reason, Verdict};
 use crate::source::{Identity, Pages, Plan, Source, Unit};
 use pagefold_os::fd::Fd;
-use pagefold_os::pagemap::{self, Query, Region};
+use pagefold_os::pagemap::{self, ENTRY_BYTES, PageEntry, Query, Region};
 use pagefold_os::sync::lock;
 use pagefold_os::{Errno, PAGE_SIZE, Range, procfs};
 use std::ffi::CString;
@@ -22,10 +22,6 @@ use std::sync::{Arc, Mutex};
 const UNIT_PAGES: u64 = (32 << 20) / PAGE_SIZE as u64;
 /// Units of a sparse mapping for each [`UNIT_PAGES`] that are there: they may all lie in a part of it.
 const UNITS_PER_FULL: u64 = 4;
-/// /proc/PID/pagemap, "page exclusively mapped".
-const EXCLUSIVE: u64 = 1 << 56;
-/// /proc/PID/pagemap, "page present".
-const PRESENT: u64 = 1 << 63;
 /// How many pagemap entries one read takes.
 const ENTRIES: usize = 512;
 
@@ -204,20 +200,23 @@ impl Files {
         let huge = region.categories & pagemap::HUGE != 0;
         let mut first = region.start / PAGE_SIZE as u64;
         let end = region.end / PAGE_SIZE as u64;
-        let mut entries = [0u8; ENTRIES * 8];
+        let mut entries = [0u8; ENTRIES * ENTRY_BYTES];
         while first < end {
             let want = (end - first).min(ENTRIES as u64) as usize;
-            let got = self.pagemap.read_at(&mut entries[..want * 8], first * 8)? / 8;
+            let offset = first * ENTRY_BYTES as u64;
+            let got = self.pagemap.read_at(&mut entries[..want * ENTRY_BYTES], offset)? / ENTRY_BYTES;
             if got == 0 {
                 return Err(Lost::Vanished);
             }
-            let (entries, _) = entries[..got * 8].as_chunks::<8>();
-            let entry = |index: usize| u64::from_ne_bytes(entries[index]) & (EXCLUSIVE | PRESENT);
+            let (entries, _) = entries[..got * ENTRY_BYTES].as_chunks();
+            let shared = |index: usize| {
+                let entry = PageEntry::from_bytes(entries[index]);
+                entry.is_present().then_some(!entry.is_exclusive())
+            };
             let mut at = 0;
             while at < got {
-                let same = (at..got).take_while(|&index| entry(index) == entry(at)).count();
-                if entry(at) & PRESENT != 0 {
-                    let shared = entry(at) & EXCLUSIVE == 0;
+                let same = (at..got).take_while(|&index| shared(index) == shared(at)).count();
+                if let Some(shared) = shared(at) {
                     self.read_pages(first + at as u64, same, shared, huge, buffer, pages)?;
                 }
                 at += same;

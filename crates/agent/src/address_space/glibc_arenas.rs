@@ -209,10 +209,10 @@ fn opened_of(head: &Head, start: u64, head_len: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_os::mem::READ_WRITE as RW;
 
     const START: u64 = 0x7f12_4000_0000;
     const MIB: u64 = 1 << 20;
-    const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
     /// The head of a first heap at `start`, of the newer kind.
     fn head(start: u64, opened: u64) -> Head {

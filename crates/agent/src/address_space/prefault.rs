@@ -57,7 +57,7 @@ pub(crate) fn read_in(range: Range) {
 const PRESENT: Query = Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, any_of: 0, inverted: 0, flags: 0 };
 
 fn pages_there(range: Range, page_map: &Fd) -> u64 {
-    let mut found = [pagemap::Region::default(); 64];
+    let mut found = [pagemap::ScannedRange::default(); 64];
     let Ok((count, _)) = pagemap::scan(page_map, range, PRESENT, &mut found) else { return 0 };
     found.iter().take(count).map(|region| (region.end - region.start) / PAGE_SIZE as u64).sum()
 }
@@ -65,7 +65,7 @@ fn pages_there(range: Range, page_map: &Fd) -> u64 {
 /// Calls `each` with the number of each page of `range` that is in memory; of those that the kernel does not tell of it is not
 /// called. Not by mincore(2): filters that let a service do all that services do, as systemd's `@system-service`, forbid it.
 pub(crate) fn each_present(range: Range, page_map: &Fd, mut each: impl FnMut(usize)) {
-    let mut found = [pagemap::Region::default(); 32];
+    let mut found = [pagemap::ScannedRange::default(); 32];
     let mut start = range.start;
     while start < range.end {
         let Ok((count, walked)) = pagemap::scan(page_map, Range { start, ..range }, PRESENT, &mut found) else {
@@ -91,9 +91,8 @@ mod tests {
     fn every_page_is_mapped_wherever_in_a_window_the_mapping_starts() {
         const PAGES: u64 = 64;
         let file = pagefold_os::memfd::create(c"windows", PAGES * PAGE_SIZE as u64).unwrap();
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
         let len = PAGES as usize * PAGE_SIZE;
-        let shared = mem::Mapping::file(file.raw(), 0, len, rights, libc::MAP_SHARED).unwrap();
+        let shared = mem::Mapping::file(file.raw(), 0, len, mem::READ_WRITE, libc::MAP_SHARED).unwrap();
         for page in 0..PAGES as usize {
             // SAFETY: inside the mapping just made.
             unsafe { shared.as_ptr().add(page * PAGE_SIZE).write(1) };
@@ -104,7 +103,7 @@ mod tests {
         let map = |start: u64| {
             let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
             // SAFETY: the range lies in `place`, which is this test's alone and long enough for every start.
-            let at = unsafe { libc::mmap(start as *mut libc::c_void, len, rights, flags, file.raw(), 0) };
+            let at = unsafe { libc::mmap(start as *mut libc::c_void, len, mem::READ_WRITE, flags, file.raw(), 0) };
             assert_eq!(at as u64, start, "mmap");
             Range::pages_from(start, PAGES)
         };

@@ -275,7 +275,7 @@ mod tests {
         let opened: Vec<Range> = (0..COUNT).map(|index| Range::pages_from(all.start + index * STEP, 1)).collect();
         for range in &opened {
             // SAFETY: the range is a page of `room`, the test's memory, which is not touched.
-            unsafe { mem::protect(range.start, PAGE, libc::PROT_READ | libc::PROT_WRITE) }.unwrap();
+            unsafe { mem::protect(range.start, PAGE, mem::READ_WRITE) }.unwrap();
         }
         let mut table = Box::new(RangeAttributes::new());
         table.change(all, |note| note.mergeable = true);

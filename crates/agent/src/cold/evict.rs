@@ -20,9 +20,6 @@ use pagefold_protocol::residency_map::{DISCARDED, EVICTED, FROZEN, RESIDENT};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Rights of the staging area, and so of all memory that is evicted.
-const RIGHTS: i32 = libc::PROT_READ | libc::PROT_WRITE;
-
 /// A chunk from which the program discarded pages is left alone for so long, in nanoseconds: the thread that does it
 /// through a raw system call acts a moment after the daemon heard of it.
 const REMOVED_NS: u64 = 1_000_000_000;
@@ -99,7 +96,8 @@ impl ColdSession {
         }
         self.make_exclusive(channel, count);
         let (Some(staging), Some(mover)) = (&self.staging, &self.mover) else { return Ok(0) };
-        owned_ranges::empty_staging(staging.range(), RIGHTS, mover);
+        // Its rights are those of all memory that is evicted.
+        owned_ranges::empty_staging(staging.range(), mem::READ_WRITE, mover);
         Ok(count)
     }
 
@@ -266,7 +264,7 @@ impl ColdSession {
             if self.residency.state(dst + page * PAGE) == DISCARDED
                 && let Some(mover) = &self.mover
             {
-                owned_ranges::empty_staging(Range::pages_from(src + page * PAGE, 1), RIGHTS, mover);
+                owned_ranges::empty_staging(Range::pages_from(src + page * PAGE, 1), mem::READ_WRITE, mover);
             }
         }
     }
@@ -341,7 +339,7 @@ mod tests {
             let mut went = || {
                 // SAFETY: where nothing is any more.
                 unsafe {
-                    assert_eq!(mem::map(page, PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0), Ok(page));
+                    assert_eq!(mem::map(page, PAGE, mem::READ_WRITE, flags, -1, 0), Ok(page));
                     (page as *mut u8).write_bytes(8, PAGE_SIZE);
                 }
                 connection.channel.put_request(0, run);

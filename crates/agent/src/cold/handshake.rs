@@ -115,8 +115,7 @@ fn make(device: Option<&Fd>) -> Result<ColdSession> {
     let hold = Uffd::bare(device)?;
     let residency_fd = memfd::create(residency_map::FILE_NAME, residency_map::FILE_BYTES as u64)?;
     memfd::add_seals(&residency_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
-    let prot = libc::PROT_READ | libc::PROT_WRITE;
-    let map = mem::Mapping::file(residency_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED)?;
+    let map = mem::Mapping::file(residency_fd.raw(), 0, residency_map::FILE_BYTES, mem::READ_WRITE, libc::MAP_SHARED)?;
     owned_ranges::hide(&map);
     // SAFETY: the file cannot shrink, and the mapping is kept for good.
     let residency = unsafe { ResidencyMap::at(map.addr()) };

@@ -206,8 +206,9 @@ mod tests {
 
     /// Does `act` beside a daemon that lives and has mapped the table too.
     fn with_a_daemon<T>(residency_fd: &Fd, act: impl FnOnce(&residency_map::Head) -> T) -> T {
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let map = mem::Mapping::file(residency_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED).unwrap();
+        let map =
+            mem::Mapping::file(residency_fd.raw(), 0, residency_map::FILE_BYTES, mem::READ_WRITE, libc::MAP_SHARED)
+                .unwrap();
         // SAFETY: of that length, and mapped beyond the call.
         let head = unsafe { ResidencyMap::at(map.addr()) }.head();
         let over = AtomicBool::new(false);

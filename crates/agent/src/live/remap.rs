@@ -247,7 +247,6 @@ mod tests {
 
     use crate::live::freeze::ForgetMoves;
     use crate::live::handshake::{alone, one_at_a_time};
-    use crate::live::staging::{EXECUTABLE, USUAL};
     use crate::state::SHARED;
     use core::ffi::c_int;
     use core::sync::atomic::Ordering;
@@ -264,16 +263,16 @@ mod tests {
     #[test]
     fn equal_pages_are_mapped_and_all_others_move_back() {
         let _one = one_at_a_time();
-        map_equal_pages(USUAL);
+        map_equal_pages(mem::READ_WRITE);
     }
 
     #[test]
     fn memory_that_can_be_executed_is_mapped_with_its_rights() {
         let _one = one_at_a_time();
         SHARED.executable.store(true, Ordering::Relaxed);
-        map_equal_pages(EXECUTABLE);
+        map_equal_pages(mem::READ_WRITE_EXECUTE);
         // And usual memory beside it.
-        map_equal_pages(USUAL);
+        map_equal_pages(mem::READ_WRITE);
     }
 
     /// The kernel moves no page that a fork shared before its process writes to it; a page that the process alone has is not kept from
@@ -349,7 +348,9 @@ mod tests {
         // SAFETY: the test's memory, to which no reference exists.
         unsafe { memory.as_ptr().cast::<Page>().write(content(3)) };
         let piece = Piece { addr: memory.addr(), pages: 1, ..Piece::default() };
-        for (rights, assumed) in [(USUAL, EXECUTABLE), (EXECUTABLE, USUAL)] {
+        for (rights, assumed) in
+            [(mem::READ_WRITE, mem::READ_WRITE_EXECUTE), (mem::READ_WRITE_EXECUTE, mem::READ_WRITE)]
+        {
             // SAFETY: the test's memory.
             unsafe { mem::protect(memory.addr(), PAGE, rights) }.unwrap();
             let span = Range::pages_from(memory.addr(), 1);
@@ -372,7 +373,7 @@ mod tests {
     fn pages_whose_move_the_kernel_forgets_are_not_lost() {
         let _one = one_at_a_time();
         let _forgets = ForgetMoves::begin();
-        map_equal_pages(USUAL);
+        map_equal_pages(mem::READ_WRITE);
     }
 
     fn map_equal_pages(rights: c_int) {
@@ -381,7 +382,7 @@ mod tests {
         let segment = memfd::create(&std::ffi::CString::new(name).unwrap(), 16 * PAGE).unwrap();
         (0..16).for_each(|slot| assert_eq!(segment.write(&content(slot)), Ok(PAGE_SIZE)));
         let Some(mut agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
-        if rights != USUAL {
+        if rights != mem::READ_WRITE {
             agent.staging.add_executable(&agent.watch);
         }
         let memory = mem::Mapping::anonymous(12 * PAGE_SIZE).unwrap();

@@ -7,7 +7,6 @@
 
 use super::freeze::Freeze;
 use super::session::{Agent, PAGE};
-use super::staging::USUAL;
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::prefault;
 use crate::limits::{HUGE_LEN, HUGE_PAGES};
@@ -99,7 +98,7 @@ impl Agent {
         let make = |len| mem::Mapping::anonymous(len).ok().filter(aligned);
         let map = make(HUGE_LEN as usize).or_else(|| make(2 * HUGE_LEN as usize))?;
         // SAFETY: the mapping is ours; its rights only grow.
-        if rights != USUAL && unsafe { mem::protect(map.addr(), map.len() as u64, rights) }.is_err() {
+        if rights != mem::READ_WRITE && unsafe { mem::protect(map.addr(), map.len() as u64, rights) }.is_err() {
             return None;
         }
         let start = begin(&map);
@@ -238,8 +237,7 @@ mod tests {
 
     /// Has a fresh huge page at `at` that shows the slots from `slot` on; false if the kernel has none to give.
     fn fill(agent: &Agent, at: u64, slot: usize) -> bool {
-        let (rights, flags) =
-            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
+        let (rights, flags) = (mem::READ_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
         // SAFETY: the test's memory.
         unsafe {
             mem::map(at, HUGE_LEN, rights, flags, -1, 0).unwrap();
@@ -324,7 +322,7 @@ mod tests {
         }
         assert!(agent.remap_huge(&pieces, &mut outcomes));
         assert!(outcomes.iter().all(|outcome| outcome.merged == 64 && outcome.reason == RefusalReason::Done as u32));
-        assert_eq!(agent.rights_of_pool(span), Some(libc::PROT_READ | libc::PROT_WRITE));
+        assert_eq!(agent.rights_of_pool(span), Some(mem::READ_WRITE));
         assert!((0..HUGE_PAGES).all(|page| shown(at, page) == content(page)));
         assert_eq!(agent.hold.register(span, uffd::MODE_MISSING), Ok(()));
         assert!(agent.watch.register(span, uffd::MODE_WP).is_err(), "discards are not heard of");

@@ -1,6 +1,6 @@
 //! What the thread of live merging keeps over a connection, and what the steps of a merge ask of it.
 
-use super::staging::{EXECUTABLE, Staging, USUAL};
+use super::staging::Staging;
 use crate::address_space::anonymous::keep_attributes;
 use crate::address_space::discarded_ranges;
 use crate::address_space::glibc_arenas;
@@ -118,10 +118,10 @@ impl Agent {
     /// What the program may do with its plain memory at `addr`, as far as the agent merges such memory. A guess: the mapping may change at
     /// any time, and the kernel then refuses the move to the staging area.
     pub(super) fn rights_of_plain(&self, addr: u64) -> c_int {
-        if SHARED.executable.load(Ordering::Relaxed) && self.maps.rights_at(addr) == Some(EXECUTABLE) {
-            EXECUTABLE
+        if SHARED.executable.load(Ordering::Relaxed) && self.maps.rights_at(addr) == Some(mem::READ_WRITE_EXECUTE) {
+            mem::READ_WRITE_EXECUTE
         } else {
-            USUAL
+            mem::READ_WRITE
         }
     }
 
@@ -152,7 +152,7 @@ impl Agent {
             let addr = unsafe { mem::map(mem::wish(len), len, libc::PROT_NONE, flags, -1, 0) }?;
             base = addr + PAGE;
             // SAFETY: the range is ours.
-            if let Err(errno) = unsafe { mem::protect(base, NURSERY_LEN, libc::PROT_READ | libc::PROT_WRITE) } {
+            if let Err(errno) = unsafe { mem::protect(base, NURSERY_LEN, mem::READ_WRITE) } {
                 // SAFETY: the range that was just mapped, which nothing uses yet.
                 let _ = unsafe { mem::unmap(addr, len) };
                 return Err(errno);

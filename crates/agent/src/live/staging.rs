@@ -10,11 +10,6 @@ use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range, mem};
 use pagefold_protocol::message::FREEZE_PAGES_MAX;
 
-/// Rights of memory that the program reads and writes.
-pub(super) const USUAL: c_int = libc::PROT_READ | libc::PROT_WRITE;
-/// Rights of memory that it also executes.
-pub(super) const EXECUTABLE: c_int = USUAL | libc::PROT_EXEC;
-
 /// The staging areas for spans of small pages.
 #[derive(Debug)]
 pub(super) struct Staging {
@@ -28,7 +23,7 @@ impl Staging {
     /// # Errors
     /// The kernel's: no room, or `watch` cannot register the area.
     pub(super) fn new(watch: &Uffd) -> Result<Staging> {
-        let usual = make(Owned::Staging, USUAL)?;
+        let usual = make(Owned::Staging, mem::READ_WRITE)?;
         register(watch, &usual)?;
         Ok(Staging { usual, executable: None })
     }
@@ -42,8 +37,8 @@ impl Staging {
     /// Where the area for memory with `rights` begins; `None` if there is none.
     pub(super) fn start(&self, rights: c_int) -> Option<u64> {
         match rights {
-            USUAL => Some(self.usual.range().start),
-            EXECUTABLE => self.executable.as_ref().map(|area| area.range().start),
+            mem::READ_WRITE => Some(self.usual.range().start),
+            mem::READ_WRITE_EXECUTE => self.executable.as_ref().map(|area| area.range().start),
             _ => None,
         }
     }
@@ -52,7 +47,7 @@ impl Staging {
     /// (`PR_SET_MDWE`, SELinux), there stays none.
     pub(super) fn add_executable(&mut self, watch: &Uffd) {
         if self.executable.is_none()
-            && let Ok(area) = make(Owned::ExecutableStaging, EXECUTABLE)
+            && let Ok(area) = make(Owned::ExecutableStaging, mem::READ_WRITE_EXECUTE)
             && register(watch, &area).is_ok()
         {
             area.register();
@@ -72,7 +67,7 @@ impl Staging {
 
 fn make(owned: Owned, rights: c_int) -> Result<OwnedMapping> {
     let map = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
-    if rights != USUAL {
+    if rights != mem::READ_WRITE {
         // SAFETY: the mapping is ours; its rights only grow.
         unsafe { mem::protect(map.addr(), map.len() as u64, rights) }?;
     }

@@ -6,7 +6,6 @@ use crate::cold;
 use crate::limits::{MOVE_TRIES, NURSERY_LEN};
 use crate::live::events::HOLD_MODES;
 use crate::live::session::Agent;
-use crate::live::staging::{EXECUTABLE, USUAL};
 use crate::runtime::thread::yield_now;
 use crate::state::ATTACHED;
 use core::ffi::c_int;
@@ -88,8 +87,9 @@ impl Agent {
             }
         };
         // What comes from the nursery may be read and written, and executed if that is asked for.
-        let usual = rights == USUAL;
-        let in_nursery = if usual || rights == EXECUTABLE { self.copy_to_nursery(range, aside, rights) } else { None };
+        let usual = rights == mem::READ_WRITE;
+        let in_nursery =
+            if usual || rights == mem::READ_WRITE_EXECUTE { self.copy_to_nursery(range, aside, rights) } else { None };
         // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
         let allow = |fresh: &mem::Mapping| usual || unsafe { mem::protect(fresh.addr(), len, rights) }.is_ok();
         let fresh = if in_nursery.is_some() { None } else { copy_of(aside, len).ok().filter(allow) };
@@ -135,7 +135,7 @@ impl Agent {
     /// Gives `range` of the nursery, from which memory with other rights has moved, the rights of the rest.
     fn end_rights_in_nursery(&mut self, range: Range) {
         // SAFETY: memory of the agent's, which nothing uses now.
-        if unsafe { mem::protect(range.start, range.len(), USUAL) }.is_err() {
+        if unsafe { mem::protect(range.start, range.len(), mem::READ_WRITE) }.is_err() {
             // What came from there would have rights that the program never gave.
             self.nursery = Some(None);
         }
@@ -223,7 +223,7 @@ impl Agent {
             }
         }
         // SAFETY: memory of the agent's, which nothing uses until it is the program's.
-        if rights != USUAL && unsafe { mem::protect(at, range.len(), rights) }.is_err() {
+        if rights != mem::READ_WRITE && unsafe { mem::protect(at, range.len(), rights) }.is_err() {
             // Where the kernel has no room for more mappings it may have changed the first ones.
             self.end_rights_in_nursery(Range { start: at, end: at + range.len() });
             empty_nursery(at, range.len());
@@ -310,14 +310,13 @@ mod tests {
             return eprintln!("SKIPPED: needs a userfaultfd");
         };
         let file = pagefold_os::memfd::create(c"copied", 4 * PAGE).unwrap();
-        let rights = libc::PROT_READ | libc::PROT_WRITE;
-        let shared = mem::Mapping::file(file.raw(), 0, 4 * PAGE_SIZE, rights, libc::MAP_SHARED).unwrap();
+        let shared = mem::Mapping::file(file.raw(), 0, 4 * PAGE_SIZE, mem::READ_WRITE, libc::MAP_SHARED).unwrap();
         let bytes = |at: usize| 1 + (at / 7) as u8 % 250;
         for at in 0..shared.len() {
             // SAFETY: inside the mapping.
             unsafe { shared.as_ptr().add(at).write(bytes(at)) };
         }
-        let shown = mem::Mapping::file(file.raw(), 0, 4 * PAGE_SIZE, rights, libc::MAP_PRIVATE).unwrap();
+        let shown = mem::Mapping::file(file.raw(), 0, 4 * PAGE_SIZE, mem::READ_WRITE, libc::MAP_PRIVATE).unwrap();
         // SAFETY: the pages are the test's own; a guard is one of the four.
         let guarded = unsafe { mem::advise(shown.addr() + PAGE, PAGE, mem::MADV_GUARD_INSTALL) }.is_ok();
         hold.register(Range::pages_from(shown.addr(), 4), uffd::MODE_MISSING | uffd::MODE_MINOR).unwrap();

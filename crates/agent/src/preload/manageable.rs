@@ -2,6 +2,7 @@
 
 use crate::range_attributes::Attributes;
 use core::ffi::c_int;
+use pagefold_os::mem::READ_WRITE;
 
 /// Asks for low addresses, where an architecture knows that.
 #[cfg(target_arch = "x86_64")]
@@ -11,7 +12,7 @@ const MAP_LOW: c_int = 0;
 
 /// Returns true if memory with these rights is open: the program reads and writes it, and perhaps executes it.
 pub(super) fn is_open(prot: c_int) -> bool {
-    prot & !libc::PROT_EXEC == libc::PROT_READ | libc::PROT_WRITE
+    prot & !libc::PROT_EXEC == READ_WRITE
 }
 
 /// Returns true for private memory of the usual kind, which may be placed anywhere. Code may have to be near other code.

@@ -70,7 +70,7 @@ impl Wakeup {
         }
         // A program that changes the rights of all its mappings changes those of this page, too.
         // SAFETY: changes no bytes.
-        if unsafe { mem::protect(page.start, page.len(), libc::PROT_READ | libc::PROT_WRITE) }.is_ok() {
+        if unsafe { mem::protect(page.start, page.len(), mem::READ_WRITE) }.is_ok() {
             // SAFETY: the page is mapped, readable and the agent's.
             unsafe { core::ptr::read_volatile(page.start as *const u8) };
         }

@@ -5,6 +5,7 @@ use crate::service::daemon::Daemon;
 use crate::status::Verified;
 use pagefold_merge::page::State;
 use pagefold_merge::{ClientId, Domain};
+use pagefold_os::pagemap::{ENTRY_BYTES, PageEntry};
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::Slot;
@@ -15,20 +16,15 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-const PRESENT: u64 = 1 << 63;
-/// The page belongs to a file (or shared memory), so it has not been written since it was merged.
-const FILE: u64 = 1 << 61;
-const FRAME: u64 = (1 << 55) - 1;
-
 /// Most lines about the pages of a domain, and as many about its ledger; the last line counts the rest.
 const WRONG_MAX: usize = 100;
 /// Shortest and longest time for which a page that seems wrong is compared again.
 const SECOND_LOOK: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(10)];
 
-fn entry(pagemap: &File, addr: u64) -> Option<u64> {
-    let mut bytes = [0; 8];
-    pagemap.read_exact_at(&mut bytes, addr / PAGE_SIZE as u64 * 8).ok()?;
-    Some(u64::from_ne_bytes(bytes))
+fn entry(pagemap: &File, addr: u64) -> Option<PageEntry> {
+    let mut bytes = [0; ENTRY_BYTES];
+    pagemap.read_exact_at(&mut bytes, addr / PAGE_SIZE as u64 * ENTRY_BYTES as u64).ok()?;
+    Some(PageEntry::from_bytes(bytes))
 }
 
 /// What a look at one page found.
@@ -122,15 +118,16 @@ impl<'a> Comparer<'a> {
 /// Looks at the page at `addr`, which read `bytes` just before.
 fn look(domain: &Domain, pagemap: &File, own: &File, addr: u64, slot: Slot, bytes: Option<&Page>) -> Look {
     let Some(bytes) = bytes else { return Look::Absent };
-    let Some(theirs) = entry(pagemap, addr).filter(|entry| entry & PRESENT != 0) else { return Look::Absent };
-    if theirs & FILE == 0 {
+    let Some(theirs) = entry(pagemap, addr).filter(|entry| entry.is_present()) else { return Look::Absent };
+    // A page that was written since it was merged is the client's own.
+    if !theirs.is_file() {
         return Look::Broken;
     }
     let checked = domain.pool().with_page(slot, |page| {
         // Comparing also brings the slot into our own table.
         let equal = page == bytes;
-        let ours = entry(own, page.as_ptr() as u64).unwrap_or(0);
-        (equal, ours & FRAME, theirs & FRAME)
+        let ours = entry(own, page.as_ptr() as u64).map_or(0, PageEntry::frame);
+        (equal, ours, theirs.frame())
     });
     match checked {
         Some((true, ours, theirs)) if ours == theirs && ours != 0 => Look::SameFrame,
