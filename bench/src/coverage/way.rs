@@ -40,7 +40,7 @@ pub struct Measured {
 }
 
 /// The engine while it runs; its settings are restored when this is dropped.
-enum Engine {
+enum RunningEngine {
     Nothing,
     Ksm { _restored: ksm::Settings },
     Ours(Daemon),
@@ -60,18 +60,18 @@ impl Way {
         }
     }
 
-    fn engine(self, dir: &Path) -> Result<Engine, Failure> {
+    fn engine(self, dir: &Path) -> Result<RunningEngine, Failure> {
         Ok(match self {
-            Way::Nothing => Engine::Nothing,
-            Way::Ksm => Engine::Ksm { _restored: ksm_peer::at_full_speed()? },
-            Way::Attach | Way::Run => Engine::Ours(Daemon::start(dir, &["--priority=normal"])?),
+            Way::Nothing => RunningEngine::Nothing,
+            Way::Ksm => RunningEngine::Ksm { _restored: ksm_peer::at_full_speed()? },
+            Way::Attach | Way::Run => RunningEngine::Ours(Daemon::start(dir, &["--priority=normal"])?),
         })
     }
 
     /// The command that starts an instance in `dir`.
-    fn command(self, engine: &Engine, words: &[String], dir: &Path) -> Command {
+    fn command(self, engine: &RunningEngine, words: &[String], dir: &Path) -> Command {
         let wrapper = match (self, engine) {
-            (Way::Run, Engine::Ours(daemon)) => daemon.run(&["--manage", "all"]),
+            (Way::Run, RunningEngine::Ours(daemon)) => daemon.run(&["--manage", "all"]),
             _ => Vec::new(),
         };
         let words: Vec<&String> = wrapper.iter().chain(words).collect();
@@ -103,11 +103,11 @@ impl Way {
         let mut notes = Vec::new();
         match (self, &engine) {
             (Way::Ksm, _) => ksm::write("run", 1)?,
-            (Way::Attach, Engine::Ours(daemon)) => notes.extend(attach(daemon, &instances)),
+            (Way::Attach, RunningEngine::Ours(daemon)) => notes.extend(attach(daemon, &instances)),
             _ => {}
         }
         let pss = settle(&instances, if self == Way::Nothing { Rest::ALONE } else { rest });
-        if let Engine::Ours(daemon) = &engine {
+        if let RunningEngine::Ours(daemon) = &engine {
             notes.extend(unmanaged(&daemon.status()?));
         }
         let mut is_right = true;

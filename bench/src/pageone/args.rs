@@ -1,6 +1,6 @@
 //! Options, and the sizes that follow from them.
 
-use super::engine::Engine;
+use super::engine::MergingEngine;
 use super::workload::{Layout, Shape};
 use crate::options::{Extent, positive};
 use crate::process::Failure;
@@ -82,8 +82,8 @@ impl Args {
     }
 
     /// The engines that are compared where one of each is enough, the peer first.
-    pub fn pair(&self) -> Vec<Engine> {
-        let ours = Engine::Ours { workers: 1, predict: true };
-        if self.no_ksm { vec![ours] } else { vec![Engine::Ksm, ours] }
+    pub fn pair(&self) -> Vec<MergingEngine> {
+        let ours = MergingEngine::Ours { workers: 1, predict: true };
+        if self.no_ksm { vec![ours] } else { vec![MergingEngine::Ksm, ours] }
     }
 }

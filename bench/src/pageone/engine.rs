@@ -12,24 +12,24 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-/// An engine and its settings.
+/// A merging engine and its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Engine {
+pub enum MergingEngine {
     /// pagefold with this many workers; `predict` as the daemon does by default.
     Ours { workers: usize, predict: bool },
     /// KSM at full speed.
     Ksm,
 }
 
-impl Engine {
+impl MergingEngine {
     /// As the tables call it.
     pub fn name(self) -> String {
         match self {
-            Engine::Ours { workers, predict } => {
+            MergingEngine::Ours { workers, predict } => {
                 let (more, way) = (if workers > 1 { "s" } else { "" }, if predict { "" } else { ", hashed" });
                 format!("pagefold, {workers} worker{more}{way}")
             }
-            Engine::Ksm => "KSM, smart_scan 1".to_owned(),
+            MergingEngine::Ksm => "KSM, smart_scan 1".to_owned(),
         }
     }
 }
@@ -79,9 +79,9 @@ pub enum Running {
 
 impl Running {
     /// Starts the engine; KSM does not run before [`Running::go`].
-    pub fn start(engine: Engine, period: Duration) -> Result<Running, Failure> {
+    pub fn start(engine: MergingEngine, period: Duration) -> Result<Running, Failure> {
         match engine {
-            Engine::Ours { workers, predict } => {
+            MergingEngine::Ours { workers, predict } => {
                 let socket = std::env::temp_dir().join(format!("pagefold-bench-{}.sock", std::process::id()));
                 let mut command = process::own("pageone")?;
                 command.arg("--daemon").arg(&socket);
@@ -90,7 +90,7 @@ impl Running {
                 wait_for("the daemon", Duration::from_secs(10), || running.status().ok())?;
                 Ok(running)
             }
-            Engine::Ksm => {
+            MergingEngine::Ksm => {
                 let settings = ksm::Settings::take()?;
                 for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("run", 0)] {
                     ksm::write(name, value)?;

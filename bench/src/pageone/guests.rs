@@ -1,7 +1,7 @@
 //! Real guests: QEMU machines that booted apart and read the same files, each in an order of its own.
 
 use super::args::Args;
-use super::engine::{Engine, Running};
+use super::engine::{MergingEngine, Running};
 use super::settle::{PERIOD, settle};
 use crate::files::{copy_files, ext4};
 use crate::process::{self, Failure};
@@ -97,7 +97,7 @@ fn dry_run(pids: &[i32]) -> Result<Found, Failure> {
     Ok(scan(sources, &Config { map_budget: u64::MAX, ..Config::default() }, &mut |_| {}))
 }
 
-fn once(engine: Engine, boot: &Boot, tool: &Path, image: &Path, count: usize) -> Result<Run, Failure> {
+fn once(engine: MergingEngine, boot: &Boot, tool: &Path, image: &Path, count: usize) -> Result<Run, Failure> {
     let running = Running::start(engine, PERIOD)?;
     let under = match running.socket() {
         Some(socket) => {

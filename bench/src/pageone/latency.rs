@@ -1,7 +1,7 @@
 //! Single latencies: the first write to a shared page, the way from duplicates to one copy, a pass with nothing to do.
 
 use super::args::Args;
-use super::engine::{Engine, Running};
+use super::engine::{MergingEngine, Running};
 use super::settle::{PERIOD, QUIET, settle};
 use super::workload::{Layout, Shape};
 use crate::process::Failure;
@@ -94,7 +94,7 @@ pub fn idle(args: &Args) -> Result<(), Failure> {
     let gib = (shape.processes * shape.mib) as f64 / 1024.0;
     let (mut peer, mut rows): (Option<f64>, _) = (None, Vec::new());
     for engine in args.pair() {
-        let ours = matches!(engine, Engine::Ours { .. });
+        let ours = matches!(engine, MergingEngine::Ours { .. });
         let (mut rest, mut looks) = (Passes::default(), Passes::default());
         for _ in 0..args.rounds() {
             let running = Running::start(engine, PERIOD)?;

@@ -1,7 +1,7 @@
 //! Merging: time per page, memory, and the longest waits.
 
 use super::args::Args;
-use super::engine::{Engine, Running};
+use super::engine::{MergingEngine, Running};
 use super::settle::{PERIOD, QUIET, pace, settle};
 use super::workload::{Layout, Shape};
 use crate::process::Failure;
@@ -22,7 +22,7 @@ struct Merged {
     freeze_us_p99: Option<f64>,
 }
 
-fn merge_once(engine: Engine, shape: Shape) -> Result<Merged, Failure> {
+fn merge_once(engine: MergingEngine, shape: Shape) -> Result<Merged, Failure> {
     let running = Running::start(engine, PERIOD)?;
     let mut workload = running.workload(shape)?;
     workload.fill()?;
@@ -53,14 +53,14 @@ fn spread(runs: &[Merged], of: impl Fn(&Merged) -> Option<f64>) -> Spread {
 }
 
 /// The engines of the table.
-fn engines(args: &Args) -> Vec<Engine> {
+fn engines(args: &Args) -> Vec<MergingEngine> {
     let mut engines = vec![
-        Engine::Ours { workers: 1, predict: true },
-        Engine::Ours { workers: 2, predict: true },
-        Engine::Ours { workers: 1, predict: false },
+        MergingEngine::Ours { workers: 1, predict: true },
+        MergingEngine::Ours { workers: 2, predict: true },
+        MergingEngine::Ours { workers: 1, predict: false },
     ];
     if !args.no_ksm {
-        engines.push(Engine::Ksm);
+        engines.push(MergingEngine::Ksm);
     }
     engines
 }
@@ -69,7 +69,7 @@ fn engines(args: &Args) -> Vec<Engine> {
 pub fn merge(args: &Args) -> Result<(), Failure> {
     for layout in args.layout.map_or_else(|| Layout::value_variants().to_vec(), |layout| vec![layout]) {
         let shape = args.shape(layout)?;
-        let mut runs: Vec<(Engine, Vec<Merged>)> =
+        let mut runs: Vec<(MergingEngine, Vec<Merged>)> =
             engines(args).into_iter().map(|engine| (engine, Vec::new())).collect();
         for round in 0..args.rounds() {
             for (engine, runs) in &mut runs {
@@ -77,7 +77,7 @@ pub fn merge(args: &Args) -> Result<(), Failure> {
             }
             eprintln!("{}: round {} of {}", layout.name(), round + 1, args.rounds());
         }
-        let peer = runs.iter().find(|(engine, _)| *engine == Engine::Ksm);
+        let peer = runs.iter().find(|(engine, _)| *engine == MergingEngine::Ksm);
         let peer = peer.map(|(_, runs)| spread(runs, |run| Some(run.cpu_us())).median);
         let rows = runs.iter().map(|(engine, runs)| {
             let median = |of: &dyn Fn(&Merged) -> f64| spread(runs, |run| Some(of(run))).median;

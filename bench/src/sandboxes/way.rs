@@ -53,7 +53,7 @@ pub struct Measured {
 }
 
 /// The engine while it runs.
-struct Engine {
+struct RunningEngine {
     daemon: Option<Daemon>,
     ksm: Option<ksm::Settings>,
     group: Option<Group>,
@@ -96,14 +96,14 @@ impl Way {
         }
     }
 
-    fn engine(self, plan: Plan, dir: &Path) -> Result<Engine, Failure> {
+    fn engine(self, plan: Plan, dir: &Path) -> Result<RunningEngine, Failure> {
         let is_ours = matches!(self, Way::Merged | Way::Cold);
         // Merging comes first.
         let idle = format!("--park-idle={}s", plan.settles.as_secs() / 3);
         let policy = ["--priority=normal", "--cold-policy=manual", &idle, "--park-within=2s"];
         let with_zswap = self == Way::KsmZswap;
         let swap = (plan.sandboxes * (plan.mib + 64) * 2) as u64 * (1 << 20);
-        Ok(Engine {
+        Ok(RunningEngine {
             daemon: is_ours.then(|| Daemon::start(dir, &policy)).transpose()?,
             ksm: matches!(self, Way::Ksm | Way::KsmZswap).then(ksm_peer::at_full_speed).transpose()?,
             group: with_zswap.then(|| Group::new("sandboxes")).transpose()?,
@@ -111,7 +111,7 @@ impl Way {
         })
     }
 
-    fn command(self, engine: &Engine, script: &Path, seed: usize, mib: usize) -> Command {
+    fn command(self, engine: &RunningEngine, script: &Path, seed: usize, mib: usize) -> Command {
         let mut words = match (self, &engine.daemon) {
             (Way::Merged, Some(daemon)) => daemon.run(&["--manage", "all"]),
             (Way::Cold, Some(daemon)) => daemon.run(&["--cold"]),
@@ -203,7 +203,7 @@ impl Way {
     }
 }
 
-impl Engine {
+impl RunningEngine {
     /// Has idle memory leave, in the way of the engine.
     fn take_idle_memory(&self) -> Result<(), Failure> {
         if let Some(daemon) = &self.daemon {

@@ -1,4 +1,4 @@
-//! The agent's own memory among the program's: stacks, staging areas, the nursery and the like.
+//! The agent's own memory among the program's: stacks, freeze areas, the nursery and the like.
 //!
 //! The program may give advice on this memory, as a program does that advises everything in its list of mappings. The agent must
 //! never manage it: an agent that freezes its own stack waits for itself. So each module that makes such memory registers it
@@ -15,18 +15,18 @@ const PAGE: u64 = PAGE_SIZE as u64;
 pub(crate) enum Owned {
     /// Stack of the thread of live merging, or of a cold client's only thread.
     Stack,
-    /// Stack of the thread that serves the cold tier during a lease.
-    LeaseStack,
+    /// Stack of the thread that serves the cold tier during a loan.
+    LoanStack,
     /// Stack of the thread that faults pages in.
     FaultInStack,
     /// Where frozen pages wait.
-    Staging,
+    FreezeArea,
     /// Where frozen pages wait that can be executed.
-    ExecutableStaging,
+    ExecutableFreezeArea,
     /// Where a huge page waits that is frozen whole.
-    HugeStaging,
+    HugeFreezeArea,
     /// Where pages wait that are being evicted.
-    ColdStaging,
+    ColdFreezeArea,
     /// Where memory for unshared pages is made.
     Nursery,
     /// The page that wakes the thread of live merging.
@@ -83,16 +83,16 @@ pub(crate) fn is_in_nursery(addr: u64) -> bool {
     (nursery.start..nursery.end).contains(&addr)
 }
 
-/// Takes the pages out of `range` of a staging area with `rights`, into which `mover` moves pages: a move takes what is there for its own.
+/// Takes the pages out of `range` of a freeze area with `rights`, into which `mover` moves pages: a move takes what is there for its own.
 ///
 /// The kernel discards nothing that is locked, and a call of the program's may have locked all memory. Such a range is mapped anew.
-pub(crate) fn empty_staging(range: Range, rights: i32, mover: &Uffd) {
-    // SAFETY: the staging area is the agent's; what is there is void.
+pub(crate) fn empty_freeze_area(range: Range, rights: i32, mover: &Uffd) {
+    // SAFETY: the freeze area is the agent's; what is there is void.
     if unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) }.is_ok() {
         return;
     }
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
-    // SAFETY: the staging area is the agent's, so no object of the program lies below the new mapping.
+    // SAFETY: the freeze area is the agent's, so no object of the program lies below the new mapping.
     let _ = unsafe { mem::map(range.start, range.len(), rights, flags, -1, 0) };
     hide_range(range.start, range.len());
     // Without that no page is moved there.
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn memory_is_owned_as_long_as_it_is_mapped() {
         // No other test has one.
-        let owned = Owned::LeaseStack;
+        let owned = Owned::LoanStack;
         let make = || {
             let map = mem::Mapping::anonymous(2 * PAGE_SIZE).unwrap();
             let range = Range::pages_from(map.addr(), 2);

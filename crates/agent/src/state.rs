@@ -139,20 +139,20 @@ pub(crate) static MAY_FOLLOW: AtomicBool = AtomicBool::new(true);
 /// Changed with the mapping lock held: without it no memory that can be executed is listed.
 pub(crate) static MAY_EXECUTE: AtomicBool = AtomicBool::new(true);
 
-/// The thread that serves the cold tier during a lease.
-pub(crate) static LEASE_THREAD: Thread = Thread::new(Owned::LeaseStack);
+/// The thread that serves the cold tier during a loan.
+pub(crate) static LOAN_THREAD: Thread = Thread::new(Owned::LoanStack);
 /// The thread that faults in everything that is evicted when the agent leaves.
 pub(crate) static FAULT_IN_THREAD: Thread = Thread::new(Owned::FaultInStack);
 
 /// How many threads of the agent there are.
 pub(crate) fn count_threads() -> usize {
-    [&SHARED.thread, &LEASE_THREAD, &FAULT_IN_THREAD].into_iter().filter(|thread| !thread.is_gone()).count()
+    [&SHARED.thread, &LOAN_THREAD, &FAULT_IN_THREAD].into_iter().filter(|thread| !thread.is_gone()).count()
 }
 
-/// The lease of a merged client's anonymous memory to the cold tier: 0 none, 1 leased, 2 asked to end.
-pub(crate) static LEASE: AtomicU32 = AtomicU32::new(0);
+/// The loan of a merged client's anonymous memory to the cold tier: 0 none, 1 lent, 2 asked to end.
+pub(crate) static LOAN: AtomicU32 = AtomicU32::new(0);
 
-/// Returns true while the anonymous memory is leased to the tier.
-pub(crate) fn is_leased() -> bool {
-    LEASE.load(Ordering::Acquire) != 0
+/// Returns true while the anonymous memory is lent to the tier.
+pub(crate) fn is_lent() -> bool {
+    LOAN.load(Ordering::Acquire) != 0
 }

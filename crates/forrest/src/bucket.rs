@@ -9,12 +9,12 @@
 //! ```
 //!
 //! A *remainder* is the low 52 bits of the key's 64-bit hash; the high 12 bits
-//! are the number of the segment the bucket belongs to, so the full hash is
+//! are the number of the shard the bucket belongs to, so the full hash is
 //! compared although less of it is stored. All that a search compares lies in
 //! the first line.
 //!
 //! Readers take no lock: they read the header, then what they need, then the
-//! header again. A writer (there is one per segment at a time) therefore
+//! header again. A writer (there is one per shard at a time) therefore
 //! *publishes* by one store of the header with a higher version: an entry is
 //! there, gone, or another, at that store. Only the value word of an entry
 //! that keeps its kind is overwritten in place, by one store as well.

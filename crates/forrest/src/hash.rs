@@ -332,7 +332,7 @@ mod tests {
             let mix = [mix, !mix].map(|number| murmur64a(&number.to_le_bytes(), 9));
             let hasher = Hasher::new(Hash::default(), [1, 2], mix);
             for (what, pattern) in &patterns {
-                // The bits that the table uses: segment, first and second bucket.
+                // The bits that the table uses: shard, first and second bucket.
                 for shift in [52, 40, 20] {
                     let mut counts = vec![0u64; 1 << 12];
                     (0..COUNT)

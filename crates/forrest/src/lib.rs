@@ -18,14 +18,14 @@
 //! until [`Store::remove`]. A store from another version or machine, a truncated or damaged one, is refused.
 //!
 //! Processes that share a store trust each other: any process that can write its file can write anything into it. A
-//! process that is stopped (not killed) inside an update blocks writers of that one segment, never readers.
+//! process that is stopped (not killed) inside an update blocks writers of that one shard, never readers.
 //!
 //! # Order
 //! A private store made with [`Options::ordered`] also has [`Store::scan`]: entries by key, both ways.
 //!
 //! # Consistency
 //! Each operation on a key takes effect at one instant. A read takes no lock: it sees an entry as it was at one
-//! instant during the call. Iteration sees each segment at one instant, not the whole store.
+//! instant during the call. Iteration sees each shard at one instant, not the whole store.
 //!
 //! # Keys that a stranger chooses
 //! The default hash is MurmurHash64A with seed 9, as in libforrest, mixed with secret random numbers of the store; keys of 8
@@ -51,8 +51,8 @@ mod config;
 mod error;
 mod hash;
 mod order;
+mod overflow_record;
 mod primitive;
-mod record;
 mod recover;
 mod scan;
 mod stats;

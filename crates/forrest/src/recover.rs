@@ -1,6 +1,6 @@
 //! Recovery: releases what a killed process held; and checks of a store's layout.
 //!
-//! A writer dies holding at most two segment locks, with at most one block
+//! A writer dies holding at most two shard locks, with at most one block
 //! allocated and one unlinked (its intents). Everything it published was whole at
 //! every store, so recovery decides nothing about content: it finds out which of
 //! the intents happened, removes the second copy of an entry that was being
@@ -9,8 +9,8 @@
 //! thread's record, so that the next recovery continues there.
 
 use crate::bucket::{Head, Kind, SLOTS};
-use crate::record::Record;
-use crate::table::{Candidates, Dir, Place, SEGMENTS, Spot, Table};
+use crate::overflow_record::OverflowRecord;
+use crate::table::{Dir, Homes, Place, SHARDS, Spot, Table};
 use llds::arena::DeadThread;
 use llds::arena::fault::point;
 use std::collections::HashSet;
@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering;
 pub struct Report {
     /// Entries.
     pub entries: u64,
-    /// Entries in the first of their two candidate buckets.
+    /// Entries in the first of their two home buckets.
     pub in_first_bucket: u64,
     /// Entries under their second hash.
     pub second: u64,
@@ -43,14 +43,14 @@ impl Table {
     pub fn recover(&self, owner: u64) {
         let Some(dead) = self.arena.begin_recovery(owner) else { return };
         let held: Vec<usize> =
-            (0..SEGMENTS).filter(|&s| self.lock_word(s).load(Ordering::Acquire) >> 48 == owner).collect();
-        for &segment in &held {
-            self.renew_versions(segment);
+            (0..SHARDS).filter(|&s| self.lock_word(s).load(Ordering::Acquire) >> 48 == owner).collect();
+        for &shard in &held {
+            self.renew_versions(shard);
             point();
         }
         // Blocks are linked and unlinked under locks, and a recovery records its intents in the dead thread's record, not in
-        // its own. So the segments locked by the dead thread tell whether its intents happened.
-        let linked = |block: u64| held.iter().any(|&segment| self.is_linked(segment, block));
+        // its own. So the shards locked by the dead thread tell whether its intents happened.
+        let linked = |block: u64| held.iter().any(|&shard| self.is_linked(shard, block));
         let block = dead.alloc_intent();
         if block != 0 && linked(block) {
             self.arena.keep_alloc(&dead);
@@ -64,32 +64,32 @@ impl Table {
         } else {
             self.arena.recover_retire(&dead);
         }
-        for &segment in &held {
+        for &shard in &held {
             point();
-            self.drop_second_copies(&dead, segment);
+            self.drop_second_copies(&dead, shard);
             let mut count = 0;
-            self.each_in(segment, |_, _| count += 1);
+            self.each_in(shard, |_, _| count += 1);
             point();
             // The count without an owner: this is the unlock.
-            self.lock_word(segment).store(count, Ordering::Release);
+            self.lock_word(shard).store(count, Ordering::Release);
         }
         point();
         self.arena.end_recovery(dead);
     }
 
     /// Makes readers start over that read a value word just before the dead writer replaced it.
-    fn renew_versions(&self, segment: usize) {
-        let dir = self.dir(segment, Ordering::Acquire);
+    fn renew_versions(&self, shard: usize) {
+        let dir = self.dir(shard, Ordering::Acquire);
         for index in 0..dir.buckets() {
             let head = &self.bucket(dir, index).head;
             head.store(Head(head.load(Ordering::Relaxed)).next().0, Ordering::Release);
         }
     }
 
-    fn is_linked(&self, segment: usize, block: u64) -> bool {
-        let dir = self.dir(segment, Ordering::Acquire);
+    fn is_linked(&self, shard: usize, block: u64) -> bool {
+        let dir = self.dir(shard, Ordering::Acquire);
         let mut found = dir.buckets() != 0 && dir.offset() == block;
-        self.each_in(segment, |place, _| found |= place.kind.is_record() && place.word == block);
+        self.each_in(shard, |place, _| found |= place.kind.is_record() && place.word == block);
         found
     }
 
@@ -97,10 +97,10 @@ impl Table {
     ///
     /// The intent goes to the dead thread's record: after a death in here, the next recovery of that record finds the intent
     /// beside the lock under which to resolve it, and no other recovery does.
-    fn drop_second_copies(&self, dead: &DeadThread<'_>, segment: usize) {
-        let dir = self.dir(segment, Ordering::Acquire);
+    fn drop_second_copies(&self, dead: &DeadThread<'_>, shard: usize) {
+        let dir = self.dir(shard, Ordering::Acquire);
         let mut entries: Vec<(Place, u64)> = Vec::new();
-        self.each_in(segment, |place, remainder| entries.push((place, remainder)));
+        self.each_in(shard, |place, remainder| entries.push((place, remainder)));
         for &(place, remainder) in &entries {
             let (bucket, slot) = self.first_copy(dir, place, remainder);
             if (bucket, slot) == (place.bucket, place.slot) {
@@ -128,21 +128,21 @@ impl Table {
     /// The position where a reader finds the key of `place`.
     fn first_copy(&self, dir: Dir, place: Place, remainder: u64) -> (usize, usize) {
         let mut key = Vec::new();
-        let word_key = match Record::at(&self.arena, place.word).filter(|_| place.kind.is_record()) {
+        let word_key = match OverflowRecord::at(&self.arena, place.word).filter(|_| place.kind.is_record()) {
             Some(record) => {
                 record.copy_key(&mut key);
                 key.len() == 8 && place.kind == Kind::RECORD
             }
             None => true,
         };
-        let candidates = Candidates::of(remainder, dir.buckets());
-        for index in [candidates.first, candidates.second] {
+        let homes = Homes::of(remainder, dir.buckets());
+        for index in [homes.first, homes.second] {
             let bucket = self.bucket(dir, index);
             let used = bucket.head(Ordering::Relaxed).used();
             for slot in (0..SLOTS).filter(|slot| used >> slot & 1 == 1 && bucket.remainder(*slot) == remainder) {
                 let kind = bucket.mark(slot).kind();
                 let same = if kind.is_record() {
-                    let record = Record::at(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
+                    let record = OverflowRecord::at(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
                     match record {
                         Some(record) if place.kind.is_record() => kind == place.kind && record.has_key(&key),
                         Some(record) => kind == Kind::RECORD && record.key_bytes == 8,
@@ -172,12 +172,12 @@ impl Table {
 
     fn lost_blocks(&self) -> Vec<u64> {
         let mut known: HashSet<u64> = HashSet::new();
-        for segment in 0..SEGMENTS {
-            let dir = self.dir(segment, Ordering::Acquire);
+        for shard in 0..SHARDS {
+            let dir = self.dir(shard, Ordering::Acquire);
             if dir.buckets() != 0 {
                 known.insert(dir.offset());
             }
-            self.each_in(segment, |place, _| {
+            self.each_in(shard, |place, _| {
                 if place.kind.is_record() {
                     known.insert(place.word);
                 }
@@ -198,29 +198,29 @@ impl Table {
     /// Checks every invariant of the layout. Exact only while no thread writes.
     pub fn check(&self) -> Result<Report, String> {
         let mut report = Report::default();
-        for segment in 0..SEGMENTS {
-            let word = self.lock_word(segment).load(Ordering::Acquire);
+        for shard in 0..SHARDS {
+            let word = self.lock_word(shard).load(Ordering::Acquire);
             if word >> 48 != 0 {
-                return Err(format!("segment {segment} is locked by thread {}", word >> 48));
+                return Err(format!("shard {shard} is locked by thread {}", word >> 48));
             }
-            let dir = self.dir(segment, Ordering::Acquire);
+            let dir = self.dir(shard, Ordering::Acquire);
             let bytes = (dir.buckets() * crate::bucket::BUCKET_BYTES) as u64;
             if !dir.lies_in(&self.arena.data_range()) {
-                return Err(format!("segment {segment} lies outside the arena"));
+                return Err(format!("shard {shard} lies outside the arena"));
             }
             let is_block =
                 || self.arena.block_bytes(dir.offset()) >= bytes.min(64) && self.arena.is_allocated(dir.offset());
             if dir.buckets() != 0 && !is_block() {
-                return Err(format!("segment {segment} is not in a block of its own"));
+                return Err(format!("shard {shard} is not in a block of its own"));
             }
             report.buckets += dir.buckets() as u64;
             let mut entries = Vec::new();
-            self.each_in(segment, |place, remainder| entries.push((place, remainder)));
+            self.each_in(shard, |place, remainder| entries.push((place, remainder)));
             if entries.len() as u64 != word {
-                return Err(format!("segment {segment} counts {word} entries and has {}", entries.len()));
+                return Err(format!("shard {shard} counts {word} entries and has {}", entries.len()));
             }
             for (place, remainder) in entries {
-                self.check_entry(segment, dir, place, remainder, &mut report)?;
+                self.check_entry(shard, dir, place, remainder, &mut report)?;
             }
         }
         report.lost_blocks = self.lost_blocks().len() as u64;
@@ -232,16 +232,16 @@ impl Table {
 
     fn check_entry(
         &self,
-        segment: usize,
+        shard: usize,
         dir: Dir,
         place: Place,
         remainder: u64,
         report: &mut Report,
     ) -> Result<(), String> {
-        let at = format!("segment {segment}, bucket {}, slot {}", place.bucket, place.slot);
-        let candidates = Candidates::of(remainder, dir.buckets());
-        if place.bucket != candidates.first && place.bucket != candidates.second {
-            return Err(format!("{at}: its candidates are {} and {}", candidates.first, candidates.second));
+        let at = format!("shard {shard}, bucket {}, slot {}", place.bucket, place.slot);
+        let homes = Homes::of(remainder, dir.buckets());
+        if place.bucket != homes.first && place.bucket != homes.second {
+            return Err(format!("{at}: its homes are {} and {}", homes.first, homes.second));
         }
         if self.first_copy(dir, place, remainder) != (place.bucket, place.slot) {
             return Err(format!("{at}: a second copy"));
@@ -253,7 +253,7 @@ impl Table {
             if !self.arena.is_allocated(place.word) {
                 return Err(format!("{at}: its record is not allocated"));
             }
-            let Some(record) = Record::at(&self.arena, place.word) else {
+            let Some(record) = OverflowRecord::at(&self.arena, place.word) else {
                 return Err(format!("{at}: its record does not fit the arena"));
             };
             let mut key = Vec::new();
@@ -261,13 +261,13 @@ impl Table {
             let second = place.kind == Kind::SECOND;
             let hash = if second { self.hasher.second(&key) } else { self.hasher.first(&key) };
             let spot = Spot::of(hash);
-            if (spot.segment, spot.remainder) != (segment, remainder) {
+            if (spot.shard, spot.remainder) != (shard, remainder) {
                 return Err(format!("{at}: its key hashes elsewhere"));
             }
             report.second += u64::from(second);
         }
         report.entries += 1;
-        report.in_first_bucket += u64::from(place.bucket == candidates.first);
+        report.in_first_bucket += u64::from(place.bucket == homes.first);
         Ok(())
     }
 }

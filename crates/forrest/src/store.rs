@@ -8,7 +8,7 @@ use crate::order::{KeyBound, Order};
 use crate::recover::Report;
 use crate::scan::Scan;
 use crate::stats::Stats;
-use crate::table::{Change, Lookup, OFFSETS_END, Probe, SEGMENTS, Sink, Table};
+use crate::table::{Change, Lookup, OFFSETS_END, Probe, SHARDS, Sink, Table};
 use crate::value::{Guarding, Into, Presence, Ref, RefBytes, Value};
 use llds::arena::{self, Arena, Pages};
 use std::fs::File;
@@ -38,7 +38,7 @@ const SETTINGS: usize = 7;
 /// Bytes of the root before the directory: settings, then the cursor of the incremental growth.
 const ROOT_HEAD: usize = 4096;
 const CURSOR_AT: usize = 1024;
-const ROOT_BYTES: usize = ROOT_HEAD + 2 * SEGMENTS * 8;
+const ROOT_BYTES: usize = ROOT_HEAD + 2 * SHARDS * 8;
 
 /// Lookups that `get_many` keeps in flight: the lines that one lookup needs next are prefetched while it works on others.
 const LOOKUPS: usize = 64;
@@ -47,7 +47,7 @@ const BATCH: usize = 32;
 
 /// A key-value store in memory. Clones are the same store; all methods may be called by many threads concurrently.
 ///
-/// Keys and values are bytes. Reads take no lock and wait for no other thread; writers of one of 4,096 segments wait for
+/// Keys and values are bytes. Reads take no lock and wait for no other thread; writers of one of 4,096 shards wait for
 /// each other. Every operation on one key takes effect at one instant between its call and its return.
 ///
 /// ```
@@ -181,7 +181,7 @@ impl Options {
             let store = Store::over(Arena::open_alone(file.try_clone()?, KIND, self.pages)?)?;
             store.table.recover_all();
             if !store.table.are_locks_sound() {
-                return Err(arena::Error::Damaged("a segment is locked, though no process uses the store").into());
+                return Err(arena::Error::Damaged("a shard is locked, though no process uses the store").into());
             }
             if !store.table.arena.is_audited() {
                 store.table.free_lost()?;
@@ -267,7 +267,7 @@ impl Store {
         let hasher = Hasher::new(hash, [settings[3], settings[4]], [settings[5], settings[6]]);
         let limit_bytes = arena.capacity_bytes();
         let at = |offset: usize| root.wrapping_add(offset);
-        let words = [at(ROOT_HEAD), at(ROOT_HEAD + SEGMENTS * 8), at(CURSOR_AT)];
+        let words = [at(ROOT_HEAD), at(ROOT_HEAD + SHARDS * 8), at(CURSOR_AT)];
         let table = Table::new(arena, words, hasher);
         if !table.is_directory_sound() {
             return Err(arena::Error::Damaged("its directory names places outside of it").into());
@@ -346,7 +346,8 @@ impl Store {
         let mut sink = Guarding { arena: &self.table.arena, thread, hazard, bytes, offset: 0 };
         let found = self.table.read(key, hash, &mut sink);
         if let (Some(thread), Some(hazard)) = (sink.thread, sink.hazard) {
-            let record = crate::record::Record::at(sink.arena, sink.offset).filter(|_| found && sink.offset != 0);
+            let record = crate::overflow_record::OverflowRecord::at(sink.arena, sink.offset)
+                .filter(|_| found && sink.offset != 0);
             match record {
                 Some(record) => {
                     // SAFETY: `Guarding` set the hazard before `read` checked that the record is still linked, and the
@@ -569,23 +570,23 @@ impl Store {
     pub fn for_each(&self, mut visit: impl FnMut(&[u8], &[u8]) -> bool) -> Result<(), Error> {
         let table = &*self.table;
         let (mut bytes, mut ends) = (Vec::new(), Vec::new());
-        for segment in 0..SEGMENTS {
-            // Looked up each time: if `visit` forked, the child must not lock a segment in its parent's name.
+        for shard in 0..SHARDS {
+            // Looked up each time: if `visit` forked, the child must not lock a shard in its parent's name.
             let thread = table.thread()?;
-            if table.dir(segment, Ordering::Relaxed).buckets() == 0 {
+            if table.dir(shard, Ordering::Relaxed).buckets() == 0 {
                 continue;
             }
             bytes.clear();
             ends.clear();
             {
-                let _held = table.lock(&thread, segment);
-                table.each_in(segment, |place, remainder| {
-                    table.key_of(segment, place, remainder, &mut bytes);
+                let _held = table.lock(&thread, shard);
+                table.each_in(shard, |place, remainder| {
+                    table.key_of(shard, place, remainder, &mut bytes);
                     let key_end = bytes.len();
                     match place.kind.inline_length() {
                         Some(length) => bytes.extend_from_slice(&place.word.to_ne_bytes()[..length]),
                         None => {
-                            if let Some(record) = crate::record::Record::at(&table.arena, place.word) {
+                            if let Some(record) = crate::overflow_record::OverflowRecord::at(&table.arena, place.word) {
                                 record.copy_value(&mut bytes);
                             }
                         }
@@ -662,7 +663,7 @@ impl Store {
     /// As [`Store::delete`].
     pub fn clear(&self) -> Result<u64, Error> {
         let thread = self.table.thread()?;
-        let clear = || (0..SEGMENTS).map(|segment| self.table.clear_segment(&thread, segment)).sum();
+        let clear = || (0..SHARDS).map(|shard| self.table.clear_shard(&thread, shard)).sum();
         let cleared = match &self.order {
             None => clear(),
             Some(order) => order.clear(&self.table, clear),
@@ -673,7 +674,7 @@ impl Store {
 
     /// Returns the number of entries. Exact while no thread writes.
     pub fn len(&self) -> u64 {
-        (0..SEGMENTS).map(|segment| self.table.count(segment)).sum()
+        (0..SHARDS).map(|shard| self.table.count(shard)).sum()
     }
 
     /// Whether there is no entry.
@@ -684,7 +685,7 @@ impl Store {
     /// Returns the store's contents and memory. Walks the whole table of spans.
     pub fn stats(&self) -> Stats {
         let stats = self.table.arena.stats();
-        let arrays = (0..SEGMENTS).map(|s| self.table.dir(s, Ordering::Relaxed)).filter(|dir| dir.buckets() != 0);
+        let arrays = (0..SHARDS).map(|s| self.table.dir(s, Ordering::Relaxed)).filter(|dir| dir.buckets() != 0);
         // The arena does not know the size of log blocks, so it counted 64 bytes for each array.
         let (bucket_count, array_bytes) = arrays.fold((0, 0), |(count, bytes), dir| {
             let counted = self.table.arena.block_bytes(dir.offset());
@@ -724,10 +725,10 @@ impl Store {
         let _ = self.table.arena.relieve();
     }
 
-    /// Returns the segment of a key, for tests: keys of one segment share its lock and its buckets.
+    /// Returns the shard of a key, for tests: keys of one shard share its lock and its buckets.
     #[doc(hidden)]
-    pub fn segment_of(&self, key: &[u8]) -> usize {
-        crate::table::Spot::of(self.table.hasher.first(key)).segment
+    pub fn shard_of(&self, key: &[u8]) -> usize {
+        crate::table::Spot::of(self.table.hasher.first(key)).shard
     }
 
     /// Checks every invariant of the layout, entry by entry. Exact only while no thread writes.
@@ -766,7 +767,7 @@ impl Sink for Batched<'_> {
         (self.short, self.length, self.is_long) = (bytes, length, false);
     }
 
-    fn record(&mut self, record: crate::record::Record<'_>, _offset: u64) {
+    fn record(&mut self, record: crate::overflow_record::OverflowRecord<'_>, _offset: u64) {
         self.long.clear();
         record.copy_value(self.long);
         self.is_long = true;

@@ -1,6 +1,6 @@
 //! Values as readers get them.
 
-use crate::record::Record;
+use crate::overflow_record::OverflowRecord;
 use crate::table::Sink;
 use llds::arena::{Arena, ThreadRef};
 use std::ops::Deref;
@@ -101,7 +101,7 @@ impl Sink for Value {
         self.0 = Repr::Short { bytes, length: length as u8 };
     }
 
-    fn record(&mut self, record: Record<'_>, _offset: u64) {
+    fn record(&mut self, record: OverflowRecord<'_>, _offset: u64) {
         self.0 = match record.short_value() {
             Some(bytes) => Repr::Short { bytes, length: record.value_bytes as u8 },
             None => {
@@ -123,7 +123,7 @@ impl Sink for Into<'_> {
         self.0.extend_from_slice(&bytes[..length]);
     }
 
-    fn record(&mut self, record: Record<'_>, _offset: u64) {
+    fn record(&mut self, record: OverflowRecord<'_>, _offset: u64) {
         self.0.clear();
         record.copy_value(self.0);
     }
@@ -136,7 +136,7 @@ impl Sink for Presence {
     const READS: bool = false;
 
     fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
-    fn record(&mut self, _record: Record<'_>, _offset: u64) {}
+    fn record(&mut self, _record: OverflowRecord<'_>, _offset: u64) {}
 }
 
 /// A value read in place, not copied. It keeps its bytes until this guard is dropped, whatever happens to its key.
@@ -201,7 +201,7 @@ impl Sink for Guarding<'_> {
         self.bytes = RefBytes::Short { bytes, length: length as u8 };
     }
 
-    fn record(&mut self, record: Record<'_>, offset: u64) {
+    fn record(&mut self, record: OverflowRecord<'_>, offset: u64) {
         match (&self.thread, self.hazard) {
             (Some(thread), Some(hazard)) => {
                 thread.hazard_set(hazard, offset);

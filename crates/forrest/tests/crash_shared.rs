@@ -6,7 +6,7 @@
 //! between two stores to the shared memory. After each death every key of the dead worker must be as before or as
 //! after its last operation; from time to time all workers are killed and the whole store is checked.
 //!
-//! Most keys share one segment and come and go in waves, so that its buckets are often full: entries move between buckets,
+//! Most keys share one shard and come and go in waves, so that its buckets are often full: entries move between buckets,
 //! all workers want one lock, and so clean up after each other. Some values take many spans. A worker has two threads, with keys of their
 //! own, so that two threads die at the same time. After an injected death the recovering processes die as well, one after
 //! the other, each between two stores: beside others, and as the only one with the store open. Half of the time the store is
@@ -30,10 +30,10 @@ const THREADS: usize = 2;
 /// Threads of all workers: each has keys and a journal of its own.
 const WRITERS: usize = WORKERS * THREADS;
 const KEYS: usize = 64;
-/// The first of each writer's keys that lie in one segment.
+/// The first of each writer's keys that lie in one shard.
 const NEAR: usize = 16;
-/// The segment in which they do.
-const SEGMENT: usize = 7;
+/// The shard in which they do.
+const SHARD: usize = 7;
 /// Bytes of the longest value: eight spans.
 const LONG: u64 = 4 << 20;
 const COUNTER: &[u8] = b"counter";
@@ -63,13 +63,13 @@ fn random(state: &mut u64) -> u64 {
     state.wrapping_mul(0x2545_f491_4f6c_dd1d)
 }
 
-/// Keys that lie in one segment of the store. Which do is its own secret.
+/// Keys that lie in one shard of the store. Which do is its own secret.
 static NEAR_KEYS: OnceLock<Vec<[u8; 8]>> = OnceLock::new();
 
 /// Finds them before the first fork, so that children need not.
 fn find_near_keys(store: &Store) {
-    let in_segment = |number: &[u8; 8]| store.segment_of(number) == SEGMENT;
-    let keys = || (1u64 << 32..).map(u64::to_le_bytes).filter(in_segment).take(WRITERS * KEYS).collect();
+    let in_shard = |number: &[u8; 8]| store.shard_of(number) == SHARD;
+    let keys = || (1u64 << 32..).map(u64::to_le_bytes).filter(in_shard).take(WRITERS * KEYS).collect();
     NEAR_KEYS.get_or_init(keys);
 }
 
@@ -200,7 +200,7 @@ fn writer(path: &Path, journals: &[Journal], number: usize, seed: u64) -> ! {
             let mut value = None;
             match random(&mut seed) % 3 {
                 0 => value = store.get(&key(other, index)).map(|value| value.to_vec()),
-                // A batch reads the second candidate bucket later.
+                // A batch reads the second home bucket later.
                 1 => store.get_many(&[key(other, index)], |_, found| value = found.map(<[u8]>::to_vec)),
                 _ => {
                     assert!(held.take().is_none_or(|(held, copy)| *held == copy[..]), "a value changed under a guard");

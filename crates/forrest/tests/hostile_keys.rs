@@ -91,10 +91,10 @@ fn keys_of_similar_hashes_are_spread() {
     let mut counts = [0; 4096];
     for number in 0..count {
         store.set(&key(number), &number.to_le_bytes()).unwrap();
-        counts[store.segment_of(&key(number))] += 1;
+        counts[store.shard_of(&key(number))] += 1;
     }
     let most = counts.iter().max().unwrap();
-    assert!(*most < 80, "{most} of {count} keys lie in one of 4,096 segments");
+    assert!(*most < 80, "{most} of {count} keys lie in one of 4,096 shards");
     let report = store.check().unwrap();
     assert_eq!((report.entries, report.second), (count, 0));
     for number in 0..count {

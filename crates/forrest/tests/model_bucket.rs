@@ -1,4 +1,4 @@
-//! Every interleaving of a reader with a writer on one bucket, or on an entry's two candidate buckets, by loom, on the code of
+//! Every interleaving of a reader with a writer on one bucket, or on an entry's two home buckets, by loom, on the code of
 //! `src/bucket.rs` itself.
 //!
 //! The reader takes the steps of `Table::read_as`, the writer those of `Table::put`, `Table::delete` and
@@ -101,7 +101,7 @@ fn an_entry_that_changes_its_kind_is_never_missed() {
     });
 }
 
-/// Moves the entry from one candidate bucket to the other while a reader looks for it, which reads either one first.
+/// Moves the entry from one home bucket to the other while a reader looks for it, which reads either one first.
 fn moves(look_for: fn(&[&Bucket]) -> Option<Option<u64>>) {
     for from in 0..2 {
         loom::model(move || {
@@ -121,7 +121,7 @@ fn moves(look_for: fn(&[&Bucket]) -> Option<Option<u64>>) {
 }
 
 #[test]
-fn a_move_between_candidate_buckets_is_never_missed() {
+fn a_move_between_home_buckets_is_never_missed() {
     moves(|buckets| look_in(buckets, OLD));
 }
 

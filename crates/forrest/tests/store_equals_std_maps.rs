@@ -174,7 +174,7 @@ fn reserved_room_is_enough() {
         store.set(&key.to_le_bytes(), &(key ^ 7).to_le_bytes()).unwrap();
     }
     let stats = store.stats();
-    // A few segments of 4,096 get more than their share, and grow.
+    // A few shards of 4,096 get more than their share, and grow.
     assert!(stats.bucket_count < buckets + buckets / 50, "{buckets} buckets became {}", stats.bucket_count);
     assert!(stats.held_bytes < ENTRIES * 40, "{} bytes", stats.held_bytes);
     assert_eq!((stats.entry_count, store.get(b"before").as_deref()), (ENTRIES, Some(&b"x"[..])));

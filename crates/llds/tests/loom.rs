@@ -1,6 +1,6 @@
 //! Models of the lock-free paths: loom runs each through every interleaving with few preemptions.
 //!
-//! Under `--cfg loom` a node has two slots, the tree one segment of eight buckets, and a third leaf
+//! Under `--cfg loom` a node has two slots, the tree one section of eight buckets, and a third leaf
 //! makes it grow, so that two threads with an operation each meet every path.
 //!
 //! `LOOM_MAX_PREEMPTIONS=2 RUSTFLAGS="--cfg loom" cargo test -p llds --test loom --release`

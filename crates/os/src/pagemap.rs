@@ -30,10 +30,10 @@ pub const CHECK_WPASYNC: u64 = 1 << 1;
 /// Neighbouring pages of the same categories.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
-pub struct Region {
+pub struct ScannedRange {
     /// First address.
     pub start: u64,
-    /// First address after the region.
+    /// First address after it.
     pub end: u64,
     /// What the pages have in common, of what was asked for.
     pub categories: u64,
@@ -95,7 +95,7 @@ pub struct Query {
 /// # Errors
 /// As [`scan`].
 pub fn protect(fd: &Fd, range: Range, query: Query) -> Result<()> {
-    let mut out = [Region::default(); 16];
+    let mut out = [ScannedRange::default(); 16];
     let mut start = range.start;
     while start < range.end {
         let (_, walked) = scan(fd, Range { start, end: range.end }, query, &mut out)?;
@@ -180,8 +180,8 @@ pub fn each_alone(fd: &Fd, range: Range, mut each: impl FnMut(u64)) -> Result<()
 ///
 /// # Errors
 /// `EPERM` if protection is asked for on a range that is not watched, `ESRCH` if the process is gone, `EINVAL` if
-/// protection is asked for without room for regions: the kernel would protect all pages, whatever the query says.
-pub fn scan(fd: &Fd, range: Range, query: Query, out: &mut [Region]) -> Result<(usize, u64)> {
+/// protection is asked for without room for ranges: the kernel would protect all pages, whatever the query says.
+pub fn scan(fd: &Fd, range: Range, query: Query, out: &mut [ScannedRange]) -> Result<(usize, u64)> {
     if query.flags & PROTECT != 0 && out.is_empty() {
         return Err(Errno(libc::EINVAL));
     }
@@ -198,7 +198,7 @@ pub fn scan(fd: &Fd, range: Range, query: Query, out: &mut [Region]) -> Result<(
         return_mask: query.report,
         ..Arg::default()
     };
-    // SAFETY: the kernel writes at most `vec_len` regions into `out`, and the walk's end into `arg`.
+    // SAFETY: the kernel writes at most `vec_len` ranges into `out`, and the walk's end into `arg`.
     let count = unsafe { syscall!(libc::SYS_ioctl, fd.raw(), SCAN, core::ptr::from_mut(&mut arg)) }?;
     Ok((count, arg.walk_end))
 }

@@ -2,7 +2,7 @@
 
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
-use pagefold_os::pagemap::{self, Query, Region};
+use pagefold_os::pagemap::{self, Query, ScannedRange};
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range};
 
@@ -10,9 +10,9 @@ const PAGES: usize = 8;
 
 fn written(pagemap: &Fd, range: Range) -> Vec<usize> {
     let query = Query { all_of: pagemap::WRITTEN, report: pagemap::WRITTEN, ..Query::default() };
-    let mut out = [Region::default(); PAGES];
+    let mut out = [ScannedRange::default(); PAGES];
     let (count, _) = pagemap::scan(pagemap, range, query, &mut out).expect("a scan");
-    let pages = out[..count].iter().flat_map(|region| (region.start..region.end).step_by(PAGE_SIZE));
+    let pages = out[..count].iter().flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE));
     pages.map(|addr| ((addr - range.start) / PAGE_SIZE as u64) as usize).collect()
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::Lost;
 use crate::record::Kind;
-use crate::source::{Identity, Pages, Plan, Source, Unit};
+use crate::source::{Identity, Pages, Plan, Source, WorkUnit};
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::fill::fill;
 use rustix::fs::{SeekFrom, seek};
@@ -79,7 +79,7 @@ impl Source for Dump {
         let pages = (self.bytes - self.start).div_ceil(PAGE_SIZE as u64);
         // A file may say that it has exabytes, of holes.
         let step = pages.div_ceil(UNITS_MAX).max(UNIT_PAGES);
-        let unit = |first_page| Unit {
+        let unit = |first_page| WorkUnit {
             first_page,
             page_count: step.min(pages - first_page),
             kind: Kind::Own,
@@ -90,7 +90,7 @@ impl Source for Dump {
         Ok(Plan { units, bytes: self.bytes, ..Plan::default() })
     }
 
-    fn read(&self, unit: &Unit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+    fn read(&self, unit: &WorkUnit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
         const PAGE: u64 = PAGE_SIZE as u64;
         let end_page = unit.first_page + unit.page_count;
         let mut page = unit.first_page;

@@ -6,7 +6,7 @@
 use crate::config::Config;
 use crate::error::Lost;
 use crate::record::{Printer, Record};
-use crate::source::{Counts, Identity, Pages, Plan, Source, Unit};
+use crate::source::{Counts, Identity, Pages, Plan, Source, WorkUnit};
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::sync::lock;
 use std::collections::VecDeque;
@@ -65,7 +65,7 @@ struct Job {
 #[derive(Clone, Copy)]
 enum Task {
     Plan { source: usize },
-    Read { source: usize, index: usize, unit: Unit },
+    Read { source: usize, index: usize, unit: WorkUnit },
 }
 
 impl Task {
@@ -346,7 +346,7 @@ fn work(
     }
 }
 
-fn read(shared: &Shared, job: &Job, unit: Unit, beat: &Arc<AtomicU64>, buffer: &mut [u8]) -> Result<Pages, Lost> {
+fn read(shared: &Shared, job: &Job, unit: WorkUnit, beat: &Arc<AtomicU64>, buffer: &mut [u8]) -> Result<Pages, Lost> {
     if job.lost.load(Ordering::Relaxed) {
         // Whatever is answered is not looked at: the source is lost already.
         return Err(Lost::Vanished);

@@ -36,7 +36,7 @@ pub use process::Process;
 pub use record::Kind;
 pub use report::{Cost, Histogram, Ksm, Note, Report, Runs, Source as SourceReport, Totals};
 pub use smaps::Reason;
-pub use source::{Identity, Pages, Plan, Source, Unit};
+pub use source::{Identity, Pages, Plan, Source, WorkUnit};
 
 /// Scans `sources` and returns what was found; calls `progress` about ten times a second.
 ///

@@ -9,9 +9,9 @@
 use crate::error::Lost;
 use crate::record::Kind;
 use crate::smaps::{self, Reason, Verdict};
-use crate::source::{Identity, Pages, Plan, Source, Unit};
+use crate::source::{Identity, Pages, Plan, Source, WorkUnit};
 use pagefold_os::fd::Fd;
-use pagefold_os::pagemap::{self, ENTRY_BYTES, PageEntry, Query, Region};
+use pagefold_os::pagemap::{self, ENTRY_BYTES, PageEntry, Query, ScannedRange};
 use pagefold_os::sync::lock;
 use pagefold_os::{Errno, PAGE_SIZE, Range, procfs};
 use std::ffi::CString;
@@ -141,19 +141,19 @@ impl Source for Process {
         Ok(plan)
     }
 
-    fn read(&self, unit: &Unit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+    fn read(&self, unit: &WorkUnit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
         let files = self.files()?;
         let range = Range::pages_from(unit.first_page * PAGE_SIZE as u64, unit.page_count);
-        let mut regions = [Region::default(); 256];
+        let mut found = [ScannedRange::default(); 256];
         let mut walked = range.start;
         while walked < range.end {
             let left = Range { start: walked, end: range.end };
-            let (count, end) = pagemap::scan(&files.pagemap, left, query(unit.kind), &mut regions)?;
-            for region in &regions[..count] {
-                if region.categories & pagemap::PFNZERO != 0 {
-                    pages.take_zero_mapped((region.end - region.start) / PAGE_SIZE as u64);
+            let (count, end) = pagemap::scan(&files.pagemap, left, query(unit.kind), &mut found)?;
+            for scanned in &found[..count] {
+                if scanned.categories & pagemap::PFNZERO != 0 {
+                    pages.take_zero_mapped((scanned.end - scanned.start) / PAGE_SIZE as u64);
                 } else {
-                    files.read_region(region, buffer, pages)?;
+                    files.read_scanned(scanned, buffer, pages)?;
                 }
             }
             pages.beat();
@@ -183,23 +183,23 @@ fn query(kind: Kind) -> Query {
 
 /// Divides `range`, of which `present` pages are there, into units. Their number grows with what is there, not with the
 /// range: addresses cost a process nothing.
-fn add_units(units: &mut Vec<Unit>, range: Range, present: u64, kind: Kind, reason: Option<Reason>) {
+fn add_units(units: &mut Vec<WorkUnit>, range: Range, present: u64, kind: Kind, reason: Option<Reason>) {
     let most = UNITS_PER_FULL * present.div_ceil(UNIT_PAGES).max(1);
     let step = UNIT_PAGES.max(range.pages().div_ceil(most));
     let first = range.start / PAGE_SIZE as u64;
     let mut done = 0;
     while done < range.pages() {
         let page_count = step.min(range.pages() - done);
-        units.push(Unit { first_page: first + done, page_count, kind, reason, continues: done > 0 });
+        units.push(WorkUnit { first_page: first + done, page_count, kind, reason, continues: done > 0 });
         done += page_count;
     }
 }
 
 impl Files {
-    fn read_region(&self, region: &Region, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
-        let huge = region.categories & pagemap::HUGE != 0;
-        let mut first = region.start / PAGE_SIZE as u64;
-        let end = region.end / PAGE_SIZE as u64;
+    fn read_scanned(&self, scanned: &ScannedRange, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+        let huge = scanned.categories & pagemap::HUGE != 0;
+        let mut first = scanned.start / PAGE_SIZE as u64;
+        let end = scanned.end / PAGE_SIZE as u64;
         let mut entries = [0u8; ENTRIES * ENTRY_BYTES];
         while first < end {
             let want = (end - first).min(ENTRIES as u64) as usize;
@@ -258,7 +258,7 @@ impl Files {
 mod tests {
     use super::*;
 
-    fn units(pages: u64, present: u64) -> Vec<Unit> {
+    fn units(pages: u64, present: u64) -> Vec<WorkUnit> {
         let mut units = Vec::new();
         add_units(&mut units, Range::pages_from(0, pages), present, Kind::Own, None);
         units

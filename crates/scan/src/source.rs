@@ -23,7 +23,7 @@ pub struct Identity {
 
 /// A piece of a source that one worker reads at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unit {
+pub struct WorkUnit {
     /// First page, counted from address or offset 0.
     pub first_page: u64,
     /// Number of pages, present or not.
@@ -40,7 +40,7 @@ pub struct Unit {
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     /// The pieces to read.
-    pub units: Vec<Unit>,
+    pub units: Vec<WorkUnit>,
     /// Bytes that will probably be read.
     pub bytes: u64,
     /// Present pages that are not read, and why.
@@ -69,7 +69,7 @@ pub trait Source: Send + Sync + 'static {
     ///
     /// # Errors
     /// Why the source must be left out after all.
-    fn read(&self, unit: &Unit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost>;
+    fn read(&self, unit: &WorkUnit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost>;
 
     /// Gives back what reading took; called after the last unit.
     fn close(&self) {}
@@ -79,7 +79,7 @@ pub trait Source: Send + Sync + 'static {
 #[derive(Debug)]
 pub struct Pages {
     printer: Printer,
-    unit: Unit,
+    unit: WorkUnit,
     beat: Arc<AtomicU64>,
     pub(crate) records: Vec<Record>,
     pub(crate) counts: Counts,
@@ -102,7 +102,7 @@ pub(crate) struct Counts {
 }
 
 impl Pages {
-    pub(crate) fn new(printer: Printer, unit: Unit, beat: Arc<AtomicU64>) -> Pages {
+    pub(crate) fn new(printer: Printer, unit: WorkUnit, beat: Arc<AtomicU64>) -> Pages {
         let counts = Counts::default();
         Pages { printer, unit, beat, records: Vec::new(), counts, first_page: None, last_page: None }
     }

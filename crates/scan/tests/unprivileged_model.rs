@@ -1,7 +1,7 @@
 //! Whatever memory looks like, the scan counts what a naive model counts that compares every page with every
 //! other: contents, copies inside and across, shared and kernel-only pages, domains, runs, budgets and bills.
 
-use pagefold_scan::{Config, Cost, Identity, Kind, Ksm, Lost, Pages, Plan, Reason, Source, Unit, scan};
+use pagefold_scan::{Config, Cost, Identity, Kind, Ksm, Lost, Pages, Plan, Reason, Source, WorkUnit, scan};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,7 +44,7 @@ impl Source for Memory {
         for area in &self.areas {
             let reason = (area.kind == Kind::KernelOnly).then_some(Reason::Locked);
             for at in (0..area.cells.len() as u64).step_by(self.unit as usize) {
-                plan.units.push(Unit {
+                plan.units.push(WorkUnit {
                     first_page: area.first_page + at,
                     page_count: self.unit.min(area.cells.len() as u64 - at),
                     kind: area.kind,
@@ -56,7 +56,7 @@ impl Source for Memory {
         Ok(plan)
     }
 
-    fn read(&self, unit: &Unit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+    fn read(&self, unit: &WorkUnit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
         let holds = |area: &&Area| {
             area.first_page <= unit.first_page && unit.first_page < area.first_page + area.cells.len() as u64
         };
@@ -282,7 +282,7 @@ fn a_sample_estimates_within_its_error() {
             Identity::default()
         }
         fn plan(&self) -> Result<Plan, Lost> {
-            let unit = |n: u64| Unit {
+            let unit = |n: u64| WorkUnit {
                 first_page: 1 + n * 1000,
                 page_count: 1000,
                 kind: Kind::Own,
@@ -291,7 +291,7 @@ fn a_sample_estimates_within_its_error() {
             };
             Ok(Plan { units: (0..60).map(unit).collect(), ..Plan::default() })
         }
-        fn read(&self, unit: &Unit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+        fn read(&self, unit: &WorkUnit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
             for number in unit.first_page..unit.first_page + unit.page_count {
                 // 20,000 contents three times, in stretches of 50 pages, each third pass in another order.
                 let stretch = number / 50 % 400;
@@ -328,10 +328,10 @@ fn a_source_that_holds_its_reader_is_given_up() {
             Identity { pid: Some(1), name: "stuck".into(), domain: 0 }
         }
         fn plan(&self) -> Result<Plan, Lost> {
-            let unit = |n| Unit { first_page: n, page_count: 1, kind: Kind::Own, reason: None, continues: false };
+            let unit = |n| WorkUnit { first_page: n, page_count: 1, kind: Kind::Own, reason: None, continues: false };
             Ok(Plan { units: (1..9).map(unit).collect(), ..Plan::default() })
         }
-        fn read(&self, unit: &Unit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+        fn read(&self, unit: &WorkUnit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
             pages.take(unit.first_page, false, false, &page(3));
             if unit.first_page >= 4 {
                 loop {
@@ -366,10 +366,10 @@ fn what_is_more_than_can_be_told_is_told_as_the_most() {
             Identity { pid: None, name: "holes".into(), domain: 0 }
         }
         fn plan(&self) -> Result<Plan, Lost> {
-            let unit = Unit { first_page: 0, page_count: 1 << 51, kind: Kind::Own, reason: None, continues: false };
+            let unit = WorkUnit { first_page: 0, page_count: 1 << 51, kind: Kind::Own, reason: None, continues: false };
             Ok(Plan { units: vec![unit], bytes: 1 << 63, ..Plan::default() })
         }
-        fn read(&self, unit: &Unit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+        fn read(&self, unit: &WorkUnit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
             pages.take_holes(unit.page_count);
             Ok(())
         }

@@ -10,7 +10,7 @@
 //! The file may hold any bytes: every number is checked before it is used. It is fuzzed (`fuzz/fuzz_targets/tier_adopt.rs`).
 
 use crate::arena::Arena;
-use crate::backing_file::{Backing, SEGMENT_BYTES};
+use crate::backing_file::{Backing, ZONE_BYTES};
 use crate::codec::Codec;
 use crate::config::Config;
 use crate::error::AdoptError;
@@ -215,8 +215,7 @@ impl Tier {
         let in_file = |offset: u64| {
             let fits = |disk: &crate::backing_file::Disk| {
                 let end = offset.checked_add(len as u64);
-                end.is_some_and(|end| end <= disk.end())
-                    && offset % SEGMENT_BYTES as u64 + len as u64 <= SEGMENT_BYTES as u64
+                end.is_some_and(|end| end <= disk.end()) && offset % ZONE_BYTES as u64 + len as u64 <= ZONE_BYTES as u64
             };
             self.disk.as_ref().is_some_and(fits)
         };

@@ -3,7 +3,7 @@
 //! The file has no name, so the kernel frees it when the last process with its
 //! descriptor ends; the keeper holds one. It is written and read with O_DIRECT
 //! if the file system supports it, so that evicted data does not fill the page
-//! cache. Space is allocated in segments of 1 MiB. A segment is written whole,
+//! cache. Space is allocated in zones of 1 MiB. A zone is written whole,
 //! and freed when it holds no live payload.
 //!
 //! A payload read from the file is verified by its content's fingerprint like
@@ -19,8 +19,8 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of a segment.
-pub const SEGMENT_BYTES: usize = 1 << 20;
+/// Bytes of a zone.
+pub const ZONE_BYTES: usize = 1 << 20;
 /// Unit of offset, length and address in direct I/O.
 pub const BLOCK_BYTES: usize = 4096;
 
@@ -152,26 +152,26 @@ impl Blocks {
 }
 
 #[derive(Debug, Default)]
-struct Segments {
-    /// Live payload bytes of each segment.
+struct Zones {
+    /// Live payload bytes of each zone.
     live: Vec<u64>,
     free: Vec<u32>,
 }
 
-/// The file and the use of its segments.
+/// The file and the use of its zones.
 #[derive(Debug)]
 pub(crate) struct Disk {
     file: Box<dyn Backing>,
     /// The file's length at adoption, or its limit if that is larger.
     end: u64,
-    segments: Mutex<Segments>,
+    zones: Mutex<Zones>,
     live: AtomicU64,
 }
 
 impl Disk {
     pub(crate) fn new(file: Box<dyn Backing>) -> Disk {
         let end = file.bytes_max().max(file.bytes());
-        Disk { file, end, segments: Mutex::default(), live: AtomicU64::new(0) }
+        Disk { file, end, zones: Mutex::default(), live: AtomicU64::new(0) }
     }
 
     pub(crate) fn fd(&self) -> Option<RawFd> {
@@ -190,35 +190,35 @@ impl Disk {
 
     /// Bytes of the file in use.
     pub(crate) fn held(&self) -> u64 {
-        let segments = lock(&self.segments);
-        ((segments.live.len() - segments.free.len()) * SEGMENT_BYTES) as u64
+        let zones = lock(&self.zones);
+        ((zones.live.len() - zones.free.len()) * ZONE_BYTES) as u64
     }
 
     /// Writes one batch of packed payloads, padded to whole blocks. Returns its offset in the file.
     ///
-    /// One byte of it counts as live, so that the segment is not freed before the caller has added its payloads with
+    /// One byte of it counts as live, so that the zone is not freed before the caller has added its payloads with
     /// [`Disk::add_live`]. Then the caller removes that byte with [`Disk::remove_live`].
     pub(crate) fn write(&self, batch: &[u8]) -> io::Result<u64> {
-        let segment = {
-            let mut segments = lock(&self.segments);
-            // The number of used segments counts, not their offsets: a predecessor with a larger limit may have left holes.
-            let used = segments.live.len() - segments.free.len();
-            if (used as u64 + 1) * SEGMENT_BYTES as u64 > self.file.bytes_max() {
+        let zone = {
+            let mut zones = lock(&self.zones);
+            // The number of used zones counts, not their offsets: a predecessor with a larger limit may have left holes.
+            let used = zones.live.len() - zones.free.len();
+            if (used as u64 + 1) * ZONE_BYTES as u64 > self.file.bytes_max() {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
-            segments.free.pop().unwrap_or_else(|| {
-                segments.live.push(0);
-                segments.live.len() as u32 - 1
+            zones.free.pop().unwrap_or_else(|| {
+                zones.live.push(0);
+                zones.live.len() as u32 - 1
             })
         };
-        let offset = u64::from(segment) * SEGMENT_BYTES as u64;
+        let offset = u64::from(zone) * ZONE_BYTES as u64;
         match self.file.write(offset, batch) {
             Ok(()) => {
                 self.add_live(offset, 1);
                 Ok(offset)
             }
             Err(error) => {
-                lock(&self.segments).free.push(segment);
+                lock(&self.zones).free.push(zone);
                 Err(error)
             }
         }
@@ -226,34 +226,33 @@ impl Disk {
 
     /// Counts a payload as live.
     pub(crate) fn add_live(&self, offset: u64, len: usize) {
-        let segment = (offset / SEGMENT_BYTES as u64) as usize;
-        let mut segments = lock(&self.segments);
-        if segments.live.len() <= segment {
-            segments.live.resize(segment + 1, 0);
+        let zone = (offset / ZONE_BYTES as u64) as usize;
+        let mut zones = lock(&self.zones);
+        if zones.live.len() <= zone {
+            zones.live.resize(zone + 1, 0);
         }
-        segments.live[segment] += len as u64;
+        zones.live[zone] += len as u64;
         self.live.fetch_add(len as u64, Ordering::Relaxed);
     }
 
-    /// Counts a payload as no longer live; the last one of a segment frees the segment.
+    /// Counts a payload as no longer live; the last one of a zone frees the zone.
     pub(crate) fn remove_live(&self, offset: u64, len: usize) {
-        let segment = (offset / SEGMENT_BYTES as u64) as usize;
-        let mut segments = lock(&self.segments);
-        let Some(live) = segments.live.get_mut(segment) else { return };
+        let zone = (offset / ZONE_BYTES as u64) as usize;
+        let mut zones = lock(&self.zones);
+        let Some(live) = zones.live.get_mut(zone) else { return };
         *live = live.saturating_sub(len as u64);
         self.live.fetch_sub(len as u64, Ordering::Relaxed);
         if *live == 0 {
-            // Before the segment can be allocated again.
-            self.file.discard(segment as u64 * SEGMENT_BYTES as u64, SEGMENT_BYTES as u64);
-            segments.free.push(segment as u32);
+            // Before the zone can be allocated again.
+            self.file.discard(zone as u64 * ZONE_BYTES as u64, ZONE_BYTES as u64);
+            zones.free.push(zone as u32);
         }
     }
 
-    /// Adoption: frees the segments without a live payload.
+    /// Adoption: frees the zones without a live payload.
     pub(crate) fn finish_adoption(&self) {
-        let mut segments = lock(&self.segments);
-        segments.free =
-            (0..segments.live.len() as u32).filter(|segment| segments.live[*segment as usize] == 0).collect();
+        let mut zones = lock(&self.zones);
+        zones.free = (0..zones.live.len() as u32).filter(|zone| zones.live[*zone as usize] == 0).collect();
     }
 
     /// Reads the bytes at `offset` into `payload`, through `blocks`, which must hold all blocks that the payload lies in.
@@ -324,9 +323,9 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_is_freed_with_its_last_live_payload() {
+    fn a_zone_is_freed_with_its_last_live_payload() {
         let disk = Disk::new(Box::new(BackingFile::create(&std::env::temp_dir(), 2 << 20).unwrap()));
-        let mut batch = Blocks::new(SEGMENT_BYTES);
+        let mut batch = Blocks::new(ZONE_BYTES);
         batch.get_mut()[5000..5003].copy_from_slice(b"abc");
         let one = disk.write(batch.get()).unwrap();
         disk.add_live(one + 5000, 3);
@@ -339,7 +338,7 @@ mod tests {
         disk.read(two + 5000, &mut payload, &mut batch).unwrap();
         assert_eq!(&payload, b"abc");
         disk.remove_live(one + 5000, 3);
-        assert_eq!(disk.held(), SEGMENT_BYTES as u64);
+        assert_eq!(disk.held(), ZONE_BYTES as u64);
         assert_eq!(disk.write(batch.get()).unwrap(), one);
     }
 }

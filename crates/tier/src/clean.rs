@@ -16,7 +16,7 @@ mod dense;
 mod walk;
 mod write_back;
 
-use crate::backing_file::SEGMENT_BYTES;
+use crate::backing_file::ZONE_BYTES;
 use crate::layout::TICK_SHIFT;
 use crate::tier::Tier;
 use pagefold_os::sync::lock;
@@ -135,9 +135,9 @@ impl Tier {
         });
     }
 
-    /// Bytes to write back at a time: a twentieth of the limit, and at least a whole segment of the file.
+    /// Bytes to write back at a time: a twentieth of the limit, and at least a whole zone of the file.
     fn reclaim_bytes(&self) -> u64 {
-        (self.arena.bytes_max() / 20).max(SEGMENT_BYTES as u64)
+        (self.arena.bytes_max() / 20).max(ZONE_BYTES as u64)
     }
 }
 

@@ -46,7 +46,7 @@ mod stats;
 mod tier;
 
 pub use adopt::Adopted;
-pub use backing_file::{BLOCK_BYTES, Backing, BackingFile, SEGMENT_BYTES};
+pub use backing_file::{BLOCK_BYTES, Backing, BackingFile, ZONE_BYTES};
 pub use clean::Cleaned;
 pub use codec::{Codec, RAW_ABOVE_BYTES};
 pub use config::{Config, Effort};

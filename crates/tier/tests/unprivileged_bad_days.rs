@@ -282,7 +282,7 @@ fn a_smaller_limit_of_the_file_loses_nothing() {
     let (tier, adopted) = Tier::adopt(arena, Some(Box::new(file)), config()).unwrap();
     assert_eq!((adopted.pages, adopted.pages_lost), (3000, 0));
     assert_holds(&tier, 3000);
-    // Nothing more is written before less than the limit is in use. Then free segments are used, wherever they lie.
+    // Nothing more is written before less than the limit is in use. Then free zones are used, wherever they lie.
     for page in 3000..3500 {
         tier.store(1, page, &noise(page), Effort::Fast).unwrap();
     }

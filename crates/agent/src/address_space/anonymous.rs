@@ -5,7 +5,7 @@
 
 use crate::address_space::maps::Maps;
 use crate::range_attributes::RangeAttributes;
-use crate::state::is_leased;
+use crate::state::is_lent;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem};
@@ -15,7 +15,7 @@ use pagefold_os::{Range, mem};
 /// # Errors
 /// As the kernel says; something other than plain memory lies there.
 pub(crate) fn watch_anonymous(watch: &Uffd, range: Range) -> Result<()> {
-    if is_leased() { Err(Errno(libc::EBUSY)) } else { watch.register(range, uffd::MODE_WP) }
+    if is_lent() { Err(Errno(libc::EBUSY)) } else { watch.register(range, uffd::MODE_WP) }
 }
 
 /// Puts the attributes that `table` knows for `range` onto the mapping there, which is `plain` memory or the pool's.

@@ -11,7 +11,7 @@
 
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::maps::pool_mappings;
-use crate::state::{AGENT, ATTACHED, SHARED, is_leased};
+use crate::state::{AGENT, ATTACHED, SHARED, is_lent};
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
@@ -142,5 +142,5 @@ impl HeapEnd {
 /// True if it can only be our own descriptor for writes that has `page`.
 fn is_managed(page: Range) -> bool {
     let held = SHARED.mapping_lock.lock(AGENT);
-    !is_leased() && !SHARED.tables(&held).table.at(page.start).tracked && pool_mappings(page, |_, _| true) == Ok(false)
+    !is_lent() && !SHARED.tables(&held).table.at(page.start).tracked && pool_mappings(page, |_, _| true) == Ok(false)
 }

@@ -1,6 +1,6 @@
 //! How pages are evicted: copied while the program runs, later frozen, compared with the copy, and freed.
 //!
-//! Mapping lock and owner lock are held from the freeze until each page is out or back where it was: no page may be in the staging area
+//! Mapping lock and owner lock are held from the freeze until each page is out or back where it was: no page may be in the freeze area
 //! when either is free for good. Where a discard by a raw call waits for its event, the owner lock is given away for a moment, so the
 //! states in the residency map say at any time which pages are frozen.
 
@@ -95,9 +95,9 @@ impl ColdSession {
             let _ = self.hold.wake(Range::pages_from(run.start, u64::from(run.pages.min(FETCH_PAGES_MAX as u32))));
         }
         self.make_exclusive(channel, count);
-        let (Some(staging), Some(mover)) = (&self.staging, &self.mover) else { return Ok(0) };
+        let (Some(freeze_area), Some(mover)) = (&self.freeze_area, &self.mover) else { return Ok(0) };
         // Its rights are those of all memory that is evicted.
-        owned_ranges::empty_staging(staging.range(), mem::READ_WRITE, mover);
+        owned_ranges::empty_freeze_area(freeze_area.range(), mem::READ_WRITE, mover);
         Ok(count)
     }
 
@@ -136,7 +136,7 @@ impl ColdSession {
 
     fn evict_run(&self, range: Range, around: Range, place: usize, connection: &Connection, asked: u64) {
         let channel = &connection.channel;
-        let (Some(mover), Some(staging)) = (&self.mover, &self.staging) else { return };
+        let (Some(mover), Some(freeze_area)) = (&self.mover, &self.freeze_area) else { return };
         let held = SHARED.mapping_lock.lock(COLD_AGENT);
         if is_left_alone(SHARED.tables(&held).table, range) {
             return;
@@ -157,7 +157,7 @@ impl ColdSession {
             return;
         }
         let pages = range.pages() as usize;
-        let base = staging.range().start + (place * PAGE_SIZE) as u64;
+        let base = freeze_area.range().start + (place * PAGE_SIZE) as u64;
         // Marked before the move, so that an absent page never counts as untouched while the owner lock is given away for a moment.
         for addr in (range.start..range.end).step_by(PAGE_SIZE) {
             self.residency.set_state(addr, FROZEN);
@@ -187,7 +187,7 @@ impl ColdSession {
         }
         let mut back = [true; FETCH_PAGES_MAX];
         prefault::each_present(Range::pages_from(base, range.pages()), &self.pagemap, |page| {
-            // SAFETY: the page is resident in the staging area, where no other thread writes.
+            // SAFETY: the page is resident in the freeze area, where no other thread writes.
             let frozen = unsafe { &*((base + (page * PAGE_SIZE) as u64) as *const Page) };
             if channel.holds_page(place + page, frozen) {
                 back[page] = false;
@@ -212,7 +212,7 @@ impl ColdSession {
         }
     }
 
-    /// Moves staged pages back to where they were; holes are skipped. The owner lock is held before and after.
+    /// Moves frozen pages back to where they were; holes are skipped. The owner lock is held before and after.
     fn move_back(&self, dst: u64, src: u64, pages: u64) {
         let end = src + pages * PAGE;
         let mut liveness = DaemonLiveness::default();
@@ -235,7 +235,7 @@ impl ColdSession {
                 // The place is marked for write protection, which a move does not take for empty, but a copy does; or its
                 // rights have changed by a raw call. Where nothing was there zeros are right too.
                 Some(_) => {
-                    // SAFETY: the page is in the staging area.
+                    // SAFETY: the page is in the freeze area.
                     let (_, error) = unsafe { self.hold.copy(target, at, PAGE, uffd::DONTWAKE) };
                     match error {
                         Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut liveness),
@@ -264,7 +264,7 @@ impl ColdSession {
             if self.residency.state(dst + page * PAGE) == DISCARDED
                 && let Some(mover) = &self.mover
             {
-                owned_ranges::empty_staging(Range::pages_from(src + page * PAGE, 1), mem::READ_WRITE, mover);
+                owned_ranges::empty_freeze_area(Range::pages_from(src + page * PAGE, 1), mem::READ_WRITE, mover);
             }
         }
     }

@@ -7,7 +7,7 @@ use super::session::{ColdSession, Connection, RESIDENCY, TIER_MAX, TOLERANCE_PPM
 use crate::address_space::maps::Maps;
 use crate::owned_ranges::{self, Owned, OwnedMapping};
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, is_lasting, wait_for_answer};
-use crate::state::{is_leased, read_settings};
+use crate::state::{is_lent, read_settings};
 use core::sync::atomic::{AtomicU32, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
@@ -40,7 +40,7 @@ pub(super) fn connect(cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core
 fn greet(socket: Fd, cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
     let mut hello = Packet::new(Op::Hello);
     hello.a = message::HELLO_ALL | message::HELLO_COLD;
-    if is_leased() {
+    if is_lent() {
         hello.a |= message::HELLO_LENT;
     }
     hello.b = TOLERANCE_PPM.load(Ordering::Relaxed);
@@ -94,17 +94,17 @@ pub(super) fn set_up(cold: &mut Option<ColdSession>, channel: &Channel, device: 
         *cold = Some(make(device)?);
     }
     let Some(cold) = cold else { return Err(Errno(libc::EPROTO)) };
-    if cold.staging.is_none() {
+    if cold.freeze_area.is_none() {
         let mover = Uffd::new(device, uffd::FEATURE_MOVE | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_PAGEFAULT_FLAG_WP)?;
         let map = mem::Mapping::anonymous(FETCH_PAGES_MAX * PAGE_SIZE)?;
         let range = Range::pages_from(map.addr(), FETCH_PAGES_MAX as u64);
-        let staging = OwnedMapping::new(Owned::ColdStaging, map, range);
+        let freeze_area = OwnedMapping::new(Owned::ColdFreezeArea, map, range);
         // The target of a move must be registered; not in missing mode, so that no thread ever waits there.
         mover.register(range, uffd::MODE_WP)?;
         WAKEUP.register(&mover);
-        staging.register();
+        freeze_area.register();
         cold.mover = Some(mover);
-        cold.staging = Some(staging);
+        cold.freeze_area = Some(freeze_area);
     }
     Ok(())
 }
@@ -125,7 +125,7 @@ fn make(device: Option<&Fd>) -> Result<ColdSession> {
     // SAFETY: the call takes no arguments.
     let pid = unsafe { syscall!(libc::SYS_getpid) }.unwrap_or(0);
     residency.head().pid.store(pid as u32, Ordering::Relaxed);
-    Ok(ColdSession { maps, pagemap, hold, bare: true, mover: None, staging: None, residency_fd, residency })
+    Ok(ColdSession { maps, pagemap, hold, bare: true, mover: None, freeze_area: None, residency_fd, residency })
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 use super::fault_in::{EVERYTHING, Wanted, all, fault_in, forget_thread};
 use super::session::{RESIDENCY, residency};
 use crate::runtime::thread::yield_now;
-use crate::state::{LEASE, LEASE_THREAD};
+use crate::state::{LOAN, LOAN_THREAD};
 use core::sync::atomic::Ordering;
 use pagefold_os::Range;
 use pagefold_os::raw::Result;
@@ -76,8 +76,8 @@ pub(crate) fn discarding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> R
 /// In a forked child: table and descriptors are the parent's.
 pub(crate) fn after_fork_child() {
     RESIDENCY.store(0, Ordering::Release);
-    LEASE.store(0, Ordering::Release);
-    LEASE_THREAD.forget();
+    LOAN.store(0, Ordering::Release);
+    LOAN_THREAD.forget();
     forget_thread();
 }
 

@@ -21,12 +21,12 @@ const PAGE: u64 = PAGE_SIZE as u64;
 const SETTLE_MS: u32 = 100;
 const SETTLE_TRIES: u32 = 150;
 
-/// The last discards of earlier leases. A thread learns that its discard was read and acts on that a moment later, which may be in
-/// the next lease.
+/// The last discards of earlier loans. A thread learns that its discard was read and acts on that a moment later, which may be in
+/// the next loan.
 static LAST_DISCARDS: [AtomicU64; residency_map::DISCARD_SLOTS] =
     [const { AtomicU64::new(0) }; residency_map::DISCARD_SLOTS];
 
-/// Copies the last discards of earlier leases to the residency map of a new one.
+/// Copies the last discards of earlier loans to the residency map of a new one.
 pub(super) fn restore_discards(residency: &ResidencyMap) {
     for (other, removal) in residency.head().shared_discards.iter().zip(&LAST_DISCARDS) {
         other.store(removal.load(Ordering::Relaxed), Ordering::Relaxed);

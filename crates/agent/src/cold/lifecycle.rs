@@ -1,18 +1,18 @@
 //! The thread of a client of the tier: how it begins, its connections one after the other, and when it ends.
 //!
-//! It is the only thread of a cold client ([`run`]), or the second thread of a merged one while its anonymous memory is leased
-//! ([`lease`]). The session outlives each connection. It ends only when every page is back, or when no process lives that could
+//! It is the only thread of a cold client ([`run`]), or the second thread of a merged one while its anonymous memory is lent
+//! ([`lend`]). The session outlives each connection. It ends only when every page is back, or when no process lives that could
 //! bring pages back.
 
 use super::daemon_liveness::DaemonLiveness;
 use super::fault_in::dismiss_standby;
 use super::handshake::connect;
-use super::lease::ask_end_of_lease;
+use super::loan::ask_end_of_loan;
 use super::session::ColdSession;
 use crate::runtime::connection::REFUSED_MS;
 use crate::runtime::housekeeping::exit_if_alone;
 use crate::runtime::thread::{begin_thread, exit_thread};
-use crate::state::{LEASE, LEASE_THREAD, SHARED};
+use crate::state::{LOAN, LOAN_THREAD, SHARED};
 use core::sync::atomic::{AtomicU32, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::sched;
@@ -23,26 +23,25 @@ const RECONNECT_MS: i32 = 50;
 /// Becomes a client of the tier beside live merging, after `give_up` has made live merging leave the anonymous memory.
 ///
 /// # Errors
-/// `EBUSY` while the lease before has not ended; `EAGAIN` if there is no memory for the thread; as `give_up`.
-pub(crate) fn lease(give_up: impl FnOnce() -> Result<()>) -> Result<()> {
-    if !LEASE_THREAD.is_gone() || LEASE.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
+/// `EBUSY` while the loan before has not ended; `EAGAIN` if there is no memory for the thread; as `give_up`.
+pub(crate) fn lend(give_up: impl FnOnce() -> Result<()>) -> Result<()> {
+    if !LOAN_THREAD.is_gone() || LOAN.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
         return Err(Errno(libc::EBUSY));
     }
-    let leased =
-        give_up().and_then(|()| if LEASE_THREAD.start(second_main) { Ok(()) } else { Err(Errno(libc::EAGAIN)) });
-    if leased.is_err() {
-        LEASE.store(0, Ordering::Release);
+    let lent = give_up().and_then(|()| if LOAN_THREAD.start(second_main) { Ok(()) } else { Err(Errno(libc::EAGAIN)) });
+    if lent.is_err() {
+        LOAN.store(0, Ordering::Release);
         // Live merging has to watch all of it again.
         SHARED.changed();
     }
-    leased
+    lent
 }
 
 extern "C" fn second_main() -> ! {
     if begin_thread(c"pagefold-cold") {
-        serve_while(&LEASE);
+        serve_while(&LOAN);
     }
-    LEASE.store(0, Ordering::Release);
+    LOAN.store(0, Ordering::Release);
     // Live merging has to watch all of it again.
     SHARED.changed();
     exit_thread()
@@ -89,8 +88,8 @@ fn serve_while(phase: &AtomicU32) {
         cold.iter().for_each(ColdSession::drain_wakeups);
         if let Some(cold) = cold.take_if(|cold| liveness.is_lost(&cold.residency)) {
             cold.give_up();
-            // No process has the leased memory any more.
-            ask_end_of_lease();
+            // No process has the lent memory any more.
+            ask_end_of_loan();
         }
     }
     cold.into_iter().for_each(ColdSession::leave);

@@ -4,7 +4,7 @@
 //! itself can do: it copies pages out, and takes those away that have not changed since.
 //!
 //! **A page is evicted in two steps.** `ColdCopy` copies it to the channel while the program goes on, and the daemon stores the copy.
-//! `ColdEvict` then freezes the page (`UFFDIO_MOVE` to the staging area) and compares it with the copy. Only if they are equal, the
+//! `ColdEvict` then freezes the page (`UFFDIO_MOVE` to the freeze area) and compares it with the copy. Only if they are equal, the
 //! residency map says that the page is evicted, and the frozen page is freed. So an access waits for a comparison, never for a
 //! compressor, and the page is in the tier before it leaves the program. Pages that differ stay, and so do pages that the kernel
 //! will not move (pinned, or shared by a fork).
@@ -13,7 +13,7 @@
 //!
 //! `lifecycle` is the thread and `session` what it keeps; `handshake` connects it to a daemon, `requests` answers the daemon, and
 //! `leave` ends the session. `evict` is how pages leave and `fault_in` how they return. `interpose` is what the program's own calls
-//! need of the tier; `lease` lends the anonymous memory of a merged client; `daemon_liveness` tells when evicted pages are lost.
+//! need of the tier; `loan` lends the anonymous memory of a merged client; `daemon_liveness` tells when evicted pages are lost.
 
 mod daemon_liveness;
 mod evict;
@@ -23,9 +23,9 @@ mod fixture;
 mod handshake;
 #[cfg(feature = "preload")]
 mod interpose;
-mod lease;
 mod leave;
 mod lifecycle;
+mod loan;
 mod requests;
 mod session;
 
@@ -33,10 +33,10 @@ mod session;
 pub(crate) use fault_in::read_in;
 #[cfg(feature = "preload")]
 pub(crate) use interpose::{after_fork_child, before_fork, before_leaving, before_move, discarding, hint};
-pub(crate) use lease::ask_end_of_lease;
+pub(crate) use lifecycle::{lend, run};
+pub(crate) use loan::ask_end_of_loan;
 #[cfg(feature = "preload")]
-pub(crate) use lease::{end_lease, start_standby};
-pub(crate) use lifecycle::{lease, run};
+pub(crate) use loan::{end_loan, start_standby};
 #[cfg(feature = "preload")]
 pub(crate) use session::WAKEUP;
 pub(crate) use session::is_evicted;

@@ -1,6 +1,6 @@
 //! What the daemon asks of a cold client, one request at a time.
 
-use super::lease::ask_end_of_lease;
+use super::loan::ask_end_of_loan;
 use super::session::{ColdSession, Connection};
 use crate::address_space::regions::list_anonymous;
 use crate::runtime::housekeeping::housekeep;
@@ -38,7 +38,7 @@ impl ColdSession {
             let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
             let mut answer = Packet { status: 0, count: 0, ..request };
             if request.op == Op::Leave as u32 {
-                ask_end_of_lease();
+                ask_end_of_loan();
                 return sock::send(&connection.socket, answer.bytes(), &[]);
             }
             match self.answer(&request, connection) {

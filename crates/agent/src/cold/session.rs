@@ -40,9 +40,9 @@ pub(super) struct ColdSession {
     pub(super) hold: Uffd,
     /// True until a daemon has enabled `hold`.
     pub(super) bare: bool,
-    /// Holds the staging area, where no thread ever waits, and the wakeup page.
+    /// Holds the freeze area, where no thread ever waits, and the wakeup page.
     pub(super) mover: Option<Uffd>,
-    pub(super) staging: Option<OwnedMapping>,
+    pub(super) freeze_area: Option<OwnedMapping>,
     pub(super) residency_fd: Fd,
     pub(super) residency: ResidencyMap,
 }

@@ -96,7 +96,7 @@ impl Agent {
             step = Range { start: step.end, end: part.end.min(step.end + HUGE_LEN) };
             // A child has copies of the page tables where its parent had written anything.
             while !step.is_empty() {
-                let mut found = [pagemap::Region::default()];
+                let mut found = [pagemap::ScannedRange::default()];
                 let Ok((1, _)) = pagemap::scan(&self.pagemap, step, ABSENT, &mut found) else { break };
                 let absent = Range { start: found[0].start, end: found[0].end };
                 let (done, error) = self.hold.map_cached(absent, 0);
@@ -133,7 +133,7 @@ impl Agent {
         // A discard leaves the mark of write protection, which the kernel reports as swapped out. What is in swap stays.
         let mut rest = void;
         while !rest.is_empty() {
-            let mut found = [pagemap::Region::default()];
+            let mut found = [pagemap::ScannedRange::default()];
             let Ok((1, _)) = pagemap::scan(&self.pagemap, rest, ABSENT, &mut found) else { return };
             let absent = Range { start: found[0].start, end: found[0].end };
             discarded_ranges::fill(&self.hold, absent, || self.serve_alone());

@@ -30,7 +30,7 @@ pub(super) struct Freeze<'a> {
     pub(super) agent: &'a Agent,
     pub(super) span: Range,
     /// Where the frozen pages wait.
-    pub(super) staging: u64,
+    pub(super) freeze_area: u64,
     /// What the program may do with them, and the agent where they wait.
     rights: c_int,
     /// End of what is mapped from the pool so far; 0 if nothing is.
@@ -46,9 +46,9 @@ pub(super) struct Freeze<'a> {
 }
 
 impl Agent {
-    /// Begins to freeze `span`, memory with `rights`; its pages will wait from `staging` on. `None` if the span must be left alone, or
+    /// Begins to freeze `span`, memory with `rights`; its pages will wait from `freeze_area` on. `None` if the span must be left alone, or
     /// cannot be registered.
-    pub(super) fn freeze(&self, span: Range, rights: c_int, staging: u64) -> Option<Freeze<'_>> {
+    pub(super) fn freeze(&self, span: Range, rights: c_int, freeze_area: u64) -> Option<Freeze<'_>> {
         let held = self.lock_mappings();
         if self.is_excluded(span) {
             return None;
@@ -67,7 +67,7 @@ impl Agent {
         Some(Freeze {
             agent: self,
             span,
-            staging,
+            freeze_area,
             rights,
             mapped_end: 0,
             discarded: [false; HUGE_PAGES],
@@ -168,7 +168,7 @@ impl Agent {
     /// The first page of `range` that is in memory or in swap; what cannot be seen counts as such.
     fn first_kept(&self, range: Range) -> Option<u64> {
         let kept = Query { any_of: pagemap::PRESENT | pagemap::SWAPPED, report: pagemap::PRESENT, ..Query::default() };
-        let mut found = [pagemap::Region::default()];
+        let mut found = [pagemap::ScannedRange::default()];
         match pagemap::scan(&self.pagemap, range, kept, &mut found) {
             Ok((0, _)) => None,
             Ok(_) => Some(found[0].start),
@@ -199,19 +199,19 @@ impl Freeze<'_> {
         }
     }
 
-    /// Ends the freeze, after which no page of the span may be in the staging area unless it is mapped from the pool, zero or
-    /// discarded. Frees the first `staged` bytes there.
-    pub(super) fn end(mut self, pieces: &[Piece], outcomes: &[Outcome], staged: u64) {
+    /// Ends the freeze, after which no page of the span may be in the freeze area unless it is mapped from the pool, zero or
+    /// discarded. Frees the first `frozen` bytes there.
+    pub(super) fn end(mut self, pieces: &[Piece], outcomes: &[Outcome], frozen: u64) {
         self.agent.unwatch_heap(self.heap.take(), self.span);
         self.wake();
         self.agent.map_zero_page(pieces, outcomes);
-        if staged > 0 {
-            self.empty_staging(Range { start: self.staging, end: self.staging + staged });
+        if frozen > 0 {
+            self.empty_freeze_area(Range { start: self.freeze_area, end: self.freeze_area + frozen });
         }
     }
 
-    fn empty_staging(&self, range: Range) {
-        owned_ranges::empty_staging(range, self.rights, &self.agent.watch);
+    fn empty_freeze_area(&self, range: Range) {
+        owned_ranges::empty_freeze_area(range, self.rights, &self.agent.watch);
     }
 
     /// The addresses of the pages `run` of the span.
@@ -219,10 +219,10 @@ impl Freeze<'_> {
         Range::pages_from(self.span.start + run.start as u64 * PAGE, run.len() as u64)
     }
 
-    /// Moves `part` of the span to the staging area, which is empty there; returns the bytes moved and what ended the move early.
+    /// Moves `part` of the span to the freeze area, which is empty there; returns the bytes moved and what ended the move early.
     pub(super) fn move_away(&self, part: Range) -> (u64, Option<Errno>) {
         let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
-        let (moved, error) = self.agent.watch.move_pages(self.staging + (part.start - self.span.start), part, mode);
+        let (moved, error) = self.agent.watch.move_pages(self.freeze_area + (part.start - self.span.start), part, mode);
         #[cfg(test)]
         let (moved, error) =
             if FORGETS_MOVES.load(Ordering::Relaxed) { (0, Some(Errno(libc::EEXIST))) } else { (moved, error) };
@@ -230,7 +230,7 @@ impl Freeze<'_> {
             return (moved, error);
         }
         // Linux 6.18 and later forget a move that follows an attempt within the same call: they find its target taken then. The
-        // target was empty, and no thread can fill the source now. So what the source lacks is in the staging area.
+        // target was empty, and no thread can fill the source now. So what the source lacks is in the freeze area.
         let rest = Range { start: part.start + moved, ..part };
         let gone = self.agent.first_kept(rest).unwrap_or(rest.end) - rest.start;
         (moved + gone, error.filter(|_| gone == 0))
@@ -241,22 +241,22 @@ impl Freeze<'_> {
         ((addr - self.span.start) / PAGE) as usize
     }
 
-    /// How many staged pages of `piece`, from the first one on, equal their slots. `staged` tells why a page is not staged.
+    /// How many frozen pages of `piece`, from the first one on, equal their slots. `frozen` tells why one is not.
     ///
     /// # Errors
     /// With the number of equal pages, why the next one was refused.
     pub(super) fn compare(
         &self,
         piece: &Piece,
-        staged: impl Fn(usize) -> Result<(), RefusalReason>,
+        frozen: impl Fn(usize) -> Result<(), RefusalReason>,
     ) -> Result<(), (u32, RefusalReason)> {
         let slots = self.agent.slots_of(piece).ok_or((0, RefusalReason::NotAnonymous))?;
         let first = self.page_of(piece.addr);
         for page in 0..piece.pages as usize {
             let refuse = |reason| (page as u32, reason);
-            staged(first + page).map_err(refuse)?;
-            // SAFETY: the page is resident in the staging area, so the read cannot wait, and no other thread writes there.
-            let bytes = unsafe { &*((self.staging + (first + page) as u64 * PAGE) as *const Page) };
+            frozen(first + page).map_err(refuse)?;
+            // SAFETY: the page is resident in the freeze area, so the read cannot wait, and no other thread writes there.
+            let bytes = unsafe { &*((self.freeze_area + (first + page) as u64 * PAGE) as *const Page) };
             let is_equal = match slots {
                 // SAFETY: `slots` points at the slots of the piece, in a mapped segment; they are never written again.
                 Some(slots) => bytes == unsafe { &*slots.add(page) },
@@ -269,7 +269,7 @@ impl Freeze<'_> {
         Ok(())
     }
 
-    /// Maps the slots of `piece`: all of its pages must be staged and equal. For a piece of zeros nothing is mapped.
+    /// Maps the slots of `piece`: all of its pages must be frozen and equal. For a piece of zeros nothing is mapped.
     ///
     /// # Errors
     /// Why the kernel refused the mapping.
@@ -281,7 +281,7 @@ impl Freeze<'_> {
         }
         let Some(fd) = self.agent.segment_fd(piece.segment) else { return Err(RefusalReason::NotAnonymous) };
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-        // SAFETY: the range was anonymous memory with these rights a moment ago (UFFDIO_MOVE proved it) and its pages are staged. The mapping
+        // SAFETY: the range was anonymous memory with these rights a moment ago (UFFDIO_MOVE proved it) and its pages are frozen. The mapping
         // lock keeps the mapping in place; what lies beyond a heap that shrinks is unmapped again. The bytes that appear
         // equal those that were there.
         let mapped =
@@ -302,21 +302,21 @@ impl Freeze<'_> {
         }
     }
 
-    /// Moves the staged pages `run` (page numbers in the span) back; holes are skipped.
+    /// Moves the frozen pages `run` (page numbers in the span) back; holes are skipped.
     pub(super) fn move_back(&mut self, run: core::ops::Range<usize>) {
-        let (mut at, end) = (self.staging + run.start as u64 * PAGE, self.staging + run.end as u64 * PAGE);
+        let (mut at, end) = (self.freeze_area + run.start as u64 * PAGE, self.freeze_area + run.end as u64 * PAGE);
         let mut len = end - at;
         let mut tries = 0;
         while at < end {
             let part = Range { start: at, end: end.min(at + len) };
-            let target = self.span.start + (at - self.staging);
+            let target = self.span.start + (at - self.freeze_area);
             let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
             let (moved, error) = self.agent.hold.move_pages(target, part, mode);
             at += moved;
             match error {
                 None => len = end - at,
                 // A discard is under way: its event must be read before anything moves. The discarding thread then drops
-                // what is in place; the staged pages of its range are dropped here.
+                // what is in place; the frozen pages of its range are dropped here.
                 Some(Errno(libc::EAGAIN)) => match self.agent.hold.read_event() {
                     Ok(Some(uffd::Event::Remove(range))) => self.discard(range),
                     // Threads that wait for the span are woken in the end; others need their answer now.
@@ -341,27 +341,27 @@ impl Freeze<'_> {
         }
     }
 
-    /// Copies the staged page at `from` to `to`, where a move is refused: the program has locked the target or changed its
-    /// rights by a raw call, or something pins the staged page. Returns false if the caller must try again.
+    /// Copies the frozen page at `from` to `to`, where a move is refused: the program has locked the target or changed its
+    /// rights by a raw call, or something pins the frozen page. Returns false if the caller must try again.
     fn copy_back(&self, from: u64, to: u64) -> bool {
         if self.agent.first_kept(Range::pages_from(from, 1)).is_none() {
             return true;
         }
-        // SAFETY: a page of the staging area, which is the agent's.
+        // SAFETY: a page of the freeze area, which is the agent's.
         let (_, error) = unsafe { self.agent.hold.copy(to, from, PAGE, uffd::DONTWAKE) };
         // Any other error: the target was unmapped or replaced, so that the page has no address any more.
         !matches!(error, Some(Errno(libc::EAGAIN | libc::ENOMEM)))
     }
 
-    /// The program discards `removed`: staged pages of it are dropped and will not be mapped.
+    /// The program discards `removed`: frozen pages of it are dropped and will not be mapped.
     fn discard(&mut self, removed: Range) {
         // What is mapped from the pool is answered like any discard of merged memory.
         let frozen = Range { start: self.mapped_end.clamp(self.span.start, self.span.end), ..self.span };
         let start = removed.start.clamp(frozen.start, frozen.end);
         let end = removed.end.clamp(frozen.start, frozen.end);
         if start < end {
-            let staged = self.staging + (start - self.span.start);
-            self.empty_staging(Range { start: staged, end: staged + (end - start) });
+            let frozen = self.freeze_area + (start - self.span.start);
+            self.empty_freeze_area(Range { start: frozen, end: frozen + (end - start) });
             let pages = self.page_of(start)..self.page_of(end);
             self.discarded[pages].fill(true);
         }
@@ -379,7 +379,7 @@ impl Freeze<'_> {
 #[cfg(test)]
 static FORGETS_MOVES: core::sync::atomic::AtomicBool = core::sync::atomic::AtomicBool::new(false);
 
-/// For tests: moves to the staging area are done, and reported as the kernel reports those that it forgets.
+/// For tests: moves to the freeze area are done, and reported as the kernel reports those that it forgets.
 #[cfg(test)]
 pub(super) struct ForgetMoves;
 

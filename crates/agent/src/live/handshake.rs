@@ -4,8 +4,8 @@
 //! program may wait for its events. So the agent of the earlier connection answers them meanwhile, and each step passes its `hold`
 //! on or keeps it. Everything that can fail comes before `hold` is taken over.
 
+use super::freeze_area::FreezeArea;
 use super::session::{Agent, WAKEUP};
-use super::staging::Staging;
 use crate::address_space::heap::HeapEnd;
 use crate::address_space::maps::Maps;
 use crate::address_space::rss_watch::RssWatch;
@@ -13,7 +13,7 @@ use crate::owned_ranges::hide;
 use crate::runtime::affinity::Affinity;
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
 use crate::runtime::housekeeping::exit_if_alone;
-use crate::state::{AGENT, ATTACHED, SHARED, is_leased, read_settings};
+use crate::state::{AGENT, ATTACHED, SHARED, is_lent, read_settings};
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -116,7 +116,7 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     }
     #[cfg(feature = "attached")]
     crate::attached::describe_entry(&mut hello);
-    let away = is_leased();
+    let away = is_lent();
     if away {
         hello.a |= message::HELLO_LENT;
     }
@@ -176,10 +176,10 @@ fn set_up(
     let make = || given_hold().map_or_else(|| Uffd::new(device, HOLD_FEATURES), Ok);
     let new = if left.is_none() { Some(make()?) } else { None };
     let quiet = if ATTACHED { Some(Uffd::new(device, HOLD_FEATURES & !uffd::FEATURE_EVENT_REMOVE)?) } else { None };
-    let staging = Staging::new(&watch)?;
+    let freeze_area = FreezeArea::new(&watch)?;
     let heap = HeapEnd::new(device)?;
     let is_new = new.is_some();
-    staging.own();
+    freeze_area.own();
     // From here on nothing fails: merged ranges hang on it.
     let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
     let agent = Agent {
@@ -190,8 +190,8 @@ fn set_up(
         heap,
         device: None,
         is_lent: false,
-        staging,
-        huge_staging: None,
+        freeze_area,
+        huge_freeze_area: None,
         nursery: None,
         segments: [const { None }; SEGMENTS_HELD],
         pagemap,

@@ -72,7 +72,7 @@ pub(crate) fn wait_begun() {
 #[cfg(feature = "preload")]
 pub(crate) fn stop(final_phase: u32) {
     // What is lent comes back first.
-    cold::end_lease();
+    cold::end_loan();
     ask_to_leave();
     // Whichever the thread waits for.
     WAKEUP.wake();
@@ -115,7 +115,7 @@ pub(crate) fn stop_giving_back(range: Range, final_phase: u32) {
 pub(crate) fn ask_to_leave_giving_back(range: Range) {
     GIVE_BACK[0].store(range.start, Ordering::Relaxed);
     GIVE_BACK[1].store(range.end, Ordering::Relaxed);
-    cold::ask_end_of_lease();
+    cold::ask_end_of_loan();
     ask_to_leave();
 }
 

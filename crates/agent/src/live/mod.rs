@@ -3,21 +3,21 @@
 //! A raw clone(2) makes the thread: it shares the program's memory but has its own table of descriptors. So the program
 //! neither sees our descriptors nor closes them, and we hold none of the program's. The thread has no thread-local storage:
 //! everything that it calls must do without `errno`. Only the kernel ends it, with the process or at exec(2); it never dies
-//! alone, so pages never stay in the staging area.
+//! alone, so pages never stay in the freeze area.
 //!
 //! `lifecycle` starts the thread and ends it, `handshake` connects it to a daemon, `requests` answers the daemon, and `events`
-//! answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison, to a `staging` area; `remap` and
+//! answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison, to a `freeze_area`; `remap` and
 //! `remap_huge` map slots in their place, and `unshare` replaces slots by private memory.
 
 mod events;
 mod freeze;
+mod freeze_area;
 mod handshake;
 mod lifecycle;
 mod remap;
 mod remap_huge;
 mod requests;
 mod session;
-mod staging;
 mod unshare;
 
 #[cfg(feature = "preload")]

@@ -28,8 +28,8 @@ use pagefold_protocol::message::{FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, R
 enum State {
     /// Still where it was: pinned, or refused.
     Left(RefusalReason),
-    /// In the staging area.
-    Staged,
+    /// In the freeze area.
+    Frozen,
     /// Absent, or swapped out.
     Hole,
     /// Equal to its slot (or zero): to be mapped, later mapped.
@@ -78,15 +78,15 @@ impl Agent {
             return;
         }
         let rights = self.rights_of_plain(span.start);
-        let Some(staging) = self.staging.start(rights) else { return };
-        let Some(mut freeze) = self.freeze(span, rights, staging) else { return };
+        let Some(freeze_area) = self.freeze_area.start(rights) else { return };
+        let Some(mut freeze) = self.freeze(span, rights, freeze_area) else { return };
         let mut states = [State::Hole; FREEZE_PAGES_MAX];
         let states = &mut states[..span.pages() as usize];
         freeze.take(states);
         for (piece, outcome) in pieces.iter().zip(outcomes.iter_mut()) {
             *outcome = freeze.compare_piece(piece, states);
         }
-        for run in runs(states, |state| matches!(state, State::Staged | State::Hole)) {
+        for run in runs(states, |state| matches!(state, State::Frozen | State::Hole)) {
             freeze.move_back(run);
         }
         for (piece, outcome) in pieces.iter().zip(outcomes.iter_mut()) {
@@ -105,7 +105,7 @@ impl Agent {
 }
 
 impl Freeze<'_> {
-    /// Step 2: moves the span's pages to the staging area.
+    /// Step 2: moves the span's pages to the freeze area.
     fn take(&mut self, states: &mut [State]) {
         let span = self.span;
         let mut at = span.start;
@@ -140,9 +140,9 @@ impl Freeze<'_> {
             }
         }
         // A swapped-out page is not present here; it goes back untouched with the rest.
-        prefault::each_present(Range::pages_from(self.staging, span.pages()), &self.agent.pagemap, |page| {
+        prefault::each_present(Range::pages_from(self.freeze_area, span.pages()), &self.agent.pagemap, |page| {
             if let Some(state @ State::Hole) = states.get_mut(page) {
-                *state = State::Staged;
+                *state = State::Frozen;
             }
         });
     }
@@ -154,7 +154,7 @@ impl Freeze<'_> {
             State::Equal => Err(RefusalReason::NotAnonymous),
             // A hole may also be a swapped-out page, so it never counts as zero.
             State::Hole => Err(RefusalReason::Absent),
-            State::Staged => Ok(()),
+            State::Frozen => Ok(()),
         });
         let (merged, reason) = compared.err().unwrap_or((piece.pages, RefusalReason::Done));
         let first = self.page_of(piece.addr);
@@ -171,7 +171,7 @@ impl Freeze<'_> {
         let equal = first..first + outcome.merged as usize;
         if let Some(kept) = self.discarded[equal.clone()].iter().position(|discarded| *discarded) {
             let rest = first + kept..equal.end;
-            states[rest.clone()].fill(State::Staged);
+            states[rest.clone()].fill(State::Frozen);
             self.move_back(rest);
             *outcome = Outcome { merged: kept as u32, reason: RefusalReason::Discarded as u32 };
             if kept == 0 {
@@ -181,7 +181,7 @@ impl Freeze<'_> {
         let merged = Piece { pages: outcome.merged, ..*piece };
         if let Err(reason) = self.map_slots(&merged) {
             let run = first..first + outcome.merged as usize;
-            states[run.clone()].fill(State::Staged);
+            states[run.clone()].fill(State::Frozen);
             self.move_back(run);
             *outcome = Outcome { merged: 0, reason: reason as u32 };
         }
@@ -206,9 +206,9 @@ impl Freeze<'_> {
             } else {
                 agent.watch_part(range);
             }
-            for staged in runs(&states[run], |state| *state == State::Staged) {
-                let start = range.start + staged.start as u64 * PAGE;
-                let _ = agent.watch.write_protect(Range::pages_from(start, staged.len() as u64));
+            for frozen in runs(&states[run], |state| *state == State::Frozen) {
+                let start = range.start + frozen.start as u64 * PAGE;
+                let _ = agent.watch.write_protect(Range::pages_from(start, frozen.len() as u64));
             }
         }
     }
@@ -343,7 +343,7 @@ mod tests {
         let segment = memfd::create(c"pagefold-pool", PAGE).unwrap();
         assert_eq!(segment.write(&content(3)), Ok(PAGE_SIZE));
         let Some(mut agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
-        agent.staging.add_executable(&agent.watch);
+        agent.freeze_area.add_executable(&agent.watch);
         let memory = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
         // SAFETY: the test's memory, to which no reference exists.
         unsafe { memory.as_ptr().cast::<Page>().write(content(3)) };
@@ -354,7 +354,7 @@ mod tests {
             // SAFETY: the test's memory.
             unsafe { mem::protect(memory.addr(), PAGE, rights) }.unwrap();
             let span = Range::pages_from(memory.addr(), 1);
-            let mut freeze = agent.freeze(span, assumed, agent.staging.start(assumed).unwrap()).unwrap();
+            let mut freeze = agent.freeze(span, assumed, agent.freeze_area.start(assumed).unwrap()).unwrap();
             let mut states = [State::Hole];
             freeze.take(&mut states);
             assert!(states[0] == State::Left(RefusalReason::NotAnonymous), "the kernel moved {rights} to {assumed}");
@@ -368,7 +368,7 @@ mod tests {
         }
     }
 
-    /// A kernel that forgets moves says of each page that its place in the staging area is taken.
+    /// A kernel that forgets moves says of each page that its place in the freeze area is taken.
     #[test]
     fn pages_whose_move_the_kernel_forgets_are_not_lost() {
         let _one = one_at_a_time();
@@ -383,7 +383,7 @@ mod tests {
         (0..16).for_each(|slot| assert_eq!(segment.write(&content(slot)), Ok(PAGE_SIZE)));
         let Some(mut agent) = alone(segment) else { return eprintln!("SKIPPED: needs a userfaultfd") };
         if rights != mem::READ_WRITE {
-            agent.staging.add_executable(&agent.watch);
+            agent.freeze_area.add_executable(&agent.watch);
         }
         let memory = mem::Mapping::anonymous(12 * PAGE_SIZE).unwrap();
         // SAFETY: the test's memory.
@@ -500,8 +500,8 @@ mod tests {
 
     #[test]
     fn runs_are_maximal() {
-        let states = [State::Equal, State::Staged, State::Staged, State::Hole, State::Staged];
-        let found: Vec<_> = runs(&states, |state| *state == State::Staged).collect();
+        let states = [State::Equal, State::Frozen, State::Frozen, State::Hole, State::Frozen];
+        let found: Vec<_> = runs(&states, |state| *state == State::Frozen).collect();
         assert_eq!(found, [1..3, 4..5]);
         assert_eq!(runs(&[], |_| true).count(), 0);
     }

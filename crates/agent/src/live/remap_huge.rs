@@ -46,9 +46,9 @@ impl Agent {
         if !self.is_huge(span) {
             return false;
         }
-        let Some(staging) = self.make_huge_staging(rights) else { return false };
+        let Some(freeze_area) = self.make_huge_freeze_area(rights) else { return false };
         self.read_slots(pieces);
-        let Some(mut freeze) = self.freeze(span, rights, staging) else { return false };
+        let Some(mut freeze) = self.freeze(span, rights, freeze_area) else { return false };
         outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
         let merged = freeze.take_huge() && freeze.are_equal(pieces) && freeze.map_all(pieces, outcomes);
         if merged {
@@ -59,7 +59,7 @@ impl Agent {
         freeze.end(pieces, outcomes, if is_whole { HUGE_LEN } else { 0 });
         if !is_whole {
             // The place has a page table of small pages now, and would take no huge page again.
-            self.huge_staging = None;
+            self.huge_freeze_area = None;
         }
         merged
     }
@@ -80,19 +80,19 @@ impl Agent {
     fn is_huge(&self, range: Range) -> bool {
         let all_of = pagemap::HUGE | pagemap::PRESENT | pagemap::PFNZERO;
         let query = Query { all_of, inverted: pagemap::PFNZERO, report: pagemap::HUGE, ..Query::default() };
-        let mut found = [pagemap::Region::default()];
+        let mut found = [pagemap::ScannedRange::default()];
         let seen = pagemap::scan(&self.pagemap, range, query, &mut found);
         matches!(seen, Ok((1, _))) && found[0].start == range.start && found[0].end == range.end
     }
 
     /// Where a frozen huge page with `rights` waits; the place is made if there is none. `None` if that fails.
-    fn make_huge_staging(&mut self, rights: c_int) -> Option<u64> {
-        if let Some((place, has)) = &self.huge_staging
+    fn make_huge_freeze_area(&mut self, rights: c_int) -> Option<u64> {
+        if let Some((place, has)) = &self.huge_freeze_area
             && *has == rights
         {
             return Some(place.range().start);
         }
-        self.huge_staging = None;
+        self.huge_freeze_area = None;
         let begin = |map: &mem::Mapping| map.addr().next_multiple_of(HUGE_LEN);
         let aligned = |map: &mem::Mapping| begin(map) + HUGE_LEN <= map.addr() + map.len() as u64;
         let make = |len| mem::Mapping::anonymous(len).ok().filter(aligned);
@@ -102,23 +102,23 @@ impl Agent {
             return None;
         }
         let start = begin(&map);
-        let place = OwnedMapping::new(Owned::HugeStaging, map, Range { start, end: start + HUGE_LEN });
+        let place = OwnedMapping::new(Owned::HugeFreezeArea, map, Range { start, end: start + HUGE_LEN });
         self.watch.register(place.range(), uffd::MODE_WP).ok()?;
         place.register();
-        self.huge_staging = Some((place, rights));
+        self.huge_freeze_area = Some((place, rights));
         Some(start)
     }
 }
 
 impl Freeze<'_> {
-    /// Moves the huge page to the staging area. Where that fails it is back.
+    /// Moves the huge page to the freeze area. Where that fails it is back.
     fn take_huge(&mut self) -> bool {
         // Checked once more: a thread that reads discarded memory from here on waits, and gets no huge zero page, which some
         // kernels (6.16 and newer) move as a page that does not exist.
         let (moved, error) =
             if self.agent.is_huge(self.span) { self.move_away(self.span) } else { (0, Some(Errno(libc::ENOENT))) };
         // If something has split it in this very moment, a merge as one is not worth it.
-        if error.is_none() && self.agent.is_huge(Range { start: self.staging, end: self.staging + HUGE_LEN }) {
+        if error.is_none() && self.agent.is_huge(Range { start: self.freeze_area, end: self.freeze_area + HUGE_LEN }) {
             return true;
         }
         self.put_back(0..(moved / PAGE) as usize);
@@ -317,7 +317,7 @@ mod tests {
             assert!(agent.is_huge(span), "it was split");
             let all_of = pagemap::WPALLOWED | pagemap::WRITTEN;
             let query = Query { all_of, report: pagemap::WRITTEN, ..Query::default() };
-            let written = pagemap::scan(&agent.pagemap, span, query, &mut [pagemap::Region::default()]);
+            let written = pagemap::scan(&agent.pagemap, span, query, &mut [pagemap::ScannedRange::default()]);
             assert_eq!(written.unwrap().0, 0, "it is not watched as before");
         }
         assert!(agent.remap_huge(&pieces, &mut outcomes));
@@ -352,7 +352,7 @@ mod tests {
             let span = Range { start: at, end: at + HUGE_LEN };
             let there = || {
                 let query = Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, ..Query::default() };
-                let mut found = [pagemap::Region::default(); 64];
+                let mut found = [pagemap::ScannedRange::default(); 64];
                 let (count, _) = pagemap::scan(&agent.pagemap, span, query, &mut found).unwrap();
                 found[..count].iter().map(|region| (region.end - region.start) / PAGE).sum::<u64>()
             };

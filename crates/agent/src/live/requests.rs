@@ -13,7 +13,7 @@ use crate::cold;
 use crate::live::remap_huge::pieces_of_one;
 use crate::owned_ranges::hide;
 use crate::runtime::housekeeping::housekeep;
-use crate::state::{AGENT, ATTACHED, MAY_START, SHARED, is_leased};
+use crate::state::{AGENT, ATTACHED, MAY_START, SHARED, is_lent};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
@@ -64,8 +64,8 @@ impl Agent {
                 give_up();
                 return Ok(());
             }
-            // A lease that ended by itself: the daemon learns it from the next greeting.
-            if SHARED.phase.load(Ordering::Acquire) != 1 || self.is_lent && !is_leased() {
+            // A loan that ended by itself: the daemon learns it from the next greeting.
+            if SHARED.phase.load(Ordering::Acquire) != 1 || self.is_lent && !is_lent() {
                 return Ok(());
             }
             if ready == 0 {
@@ -124,7 +124,7 @@ impl Agent {
             REMAP => {
                 // In any case: the daemon does not bring them again.
                 self.take_segments(request.a, fds);
-                if is_leased() { Err(Errno(libc::EBUSY)) } else { self.remap(count) }
+                if is_lent() { Err(Errno(libc::EBUSY)) } else { self.remap(count) }
             }
             HEAL => {
                 for index in 0..count {
@@ -153,7 +153,7 @@ impl Agent {
     fn lend(&mut self, lends: bool) -> Result<()> {
         if !lends {
             self.is_lent = false;
-            cold::ask_end_of_lease();
+            cold::ask_end_of_loan();
             return Ok(());
         }
         if !MAY_START.load(Ordering::Acquire) {
@@ -161,11 +161,11 @@ impl Agent {
         }
         // The thread that is started has our place.
         self.affinity.leave();
-        cold::lease(|| {
+        cold::lend(|| {
             // Watches nothing: the kernel takes a range from one descriptor only.
             self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
-            self.huge_staging = None;
-            self.staging.register_again(&self.watch)
+            self.huge_freeze_area = None;
+            self.freeze_area.register_again(&self.watch)
         })
     }
 
@@ -256,7 +256,7 @@ impl Agent {
         let what = if pool { Listed::Pool } else { Listed::Managed };
         let count = list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry));
         if SHARED.executable.load(Ordering::Relaxed) {
-            self.staging.add_executable(&self.watch);
+            self.freeze_area.add_executable(&self.watch);
         }
         count
     }

@@ -1,6 +1,6 @@
 //! What the thread of live merging keeps over a connection, and what the steps of a merge ask of it.
 
-use super::staging::Staging;
+use super::freeze_area::FreezeArea;
 use crate::address_space::anonymous::keep_attributes;
 use crate::address_space::discarded_ranges;
 use crate::address_space::glibc_arenas;
@@ -52,9 +52,9 @@ pub(crate) struct Agent {
     /// We greeted this daemon while the plain memory was the cold tier's.
     pub(super) is_lent: bool,
     /// Where frozen pages wait.
-    pub(super) staging: Staging,
+    pub(super) freeze_area: FreezeArea,
     /// Where a frozen huge page waits, and the rights there; `None` before it is needed.
-    pub(super) huge_staging: Option<(OwnedMapping, c_int)>,
+    pub(super) huge_freeze_area: Option<(OwnedMapping, c_int)>,
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     pub(super) nursery: Option<Option<u64>>,
     pub(super) segments: [Option<Segment>; SEGMENTS_HELD],
@@ -116,7 +116,7 @@ impl Agent {
     }
 
     /// What the program may do with its plain memory at `addr`, as far as the agent merges such memory. A guess: the mapping may change at
-    /// any time, and the kernel then refuses the move to the staging area.
+    /// any time, and the kernel then refuses the move to the freeze area.
     pub(super) fn rights_of_plain(&self, addr: u64) -> c_int {
         if SHARED.executable.load(Ordering::Relaxed) && self.maps.rights_at(addr) == Some(mem::READ_WRITE_EXECUTE) {
             mem::READ_WRITE_EXECUTE

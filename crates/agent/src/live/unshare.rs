@@ -174,7 +174,7 @@ impl Agent {
             report: pagemap::PRESENT,
             ..Query::default()
         };
-        let mut found = [pagemap::Region::default()];
+        let mut found = [pagemap::ScannedRange::default()];
         if matches!(pagemap::scan(&self.pagemap, Range::pages_from(from, 1), own, &mut found), Ok((0, _))) {
             let _ = self.quiet().map_cached(page, uffd::DONTWAKE);
             return;

@@ -88,7 +88,7 @@ extern "C" fn child_of_fork() {
 /// `ENOMEM`, without the mapping lock, if a limit of memory has no room for what the child must have; not if it is to be done
 /// `ignores_limit`.
 fn prepare_fork(ignores_limit: bool) -> Result<()> {
-    // No page may be in the staging area when the child's memory is copied.
+    // No page may be in the freeze area when the child's memory is copied.
     let held = SHARED.mapping_lock.lock(me());
     // Nor may pages be evicted: the child has no daemon to ask. No page is evicted while the mapping lock is held.
     cold::before_fork(ignores_limit, |addr, end| {

@@ -13,7 +13,7 @@ use crate::limits::NOTHING;
 use crate::live::{start, stop_giving_back};
 use crate::process::is_own_process;
 use crate::runtime::thread::TASK_PATH_LEN;
-use crate::state::{FAULT_IN_THREAD, LEASE_THREAD, MAY_START, SHARED, is_leased};
+use crate::state::{FAULT_IN_THREAD, LOAN_THREAD, MAY_START, SHARED, is_lent};
 use core::ffi::{CStr, c_int};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -49,10 +49,10 @@ pub(super) fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result
         ran = false;
     }
     // The daemon has copies of what a cold client registers its memory with.
-    let is_shared = errno == libc::EBUSY && (cold::COLD.load(Ordering::Relaxed) || is_leased());
+    let is_shared = errno == libc::EBUSY && (cold::COLD.load(Ordering::Relaxed) || is_lent());
     let mut buffers = [[0; TASK_PATH_LEN]; 3];
     let [first, second, third] = &mut buffers;
-    let [one, other] = [&LEASE_THREAD, &FAULT_IN_THREAD];
+    let [one, other] = [&LOAN_THREAD, &FAULT_IN_THREAD];
     let paths = [SHARED.thread.path(b"", first), one.path(b"", second), other.path(b"", third)];
     if ran {
         let held = SHARED.mapping_lock.lock(me());

@@ -48,8 +48,8 @@ const STOP_PAGES: u64 = 2048;
 const UNSHARE_PAGES: u64 = 512;
 /// Longest pause between two such requests.
 const UNSHARE_PAUSE_MAX: Duration = Duration::from_millis(10);
-/// Regions of a pagemap scan that one call returns at most.
-const SCAN_REGIONS: usize = 4096;
+/// Ranges that one pagemap scan returns at most.
+const SCANNED_MAX: usize = 4096;
 
 /// What the daemon reads of a client while a worker holds it.
 #[derive(Debug)]
@@ -120,7 +120,7 @@ pub struct MergeClient {
     held: Box<[(u32, u64); SEGMENTS_HELD]>,
     /// Segments that the pool had let go when it was last asked.
     released: u64,
-    scan: Vec<pagemap::Region>,
+    scan: Vec<pagemap::ScannedRange>,
     /// Pages of the channel, from its first page for contents on, that are there.
     room: usize,
     /// It came with its plain memory in the cold tier's hands.
@@ -166,7 +166,7 @@ impl MergeClient {
             sequence: 0,
             held: Box::new([(NONE, 0); SEGMENTS_HELD]),
             released: 0,
-            scan: vec![pagemap::Region::default(); SCAN_REGIONS],
+            scan: vec![pagemap::ScannedRange::default(); SCANNED_MAX],
             room: 0,
             away: hello.a & message::HELLO_LENT != 0,
             attached,
@@ -265,7 +265,7 @@ impl MergeClient {
         &mut self,
         range: Range,
         query: pagemap::Query,
-        mut f: impl FnMut(&pagemap::Region),
+        mut f: impl FnMut(&pagemap::ScannedRange),
     ) -> Result<(), Gone> {
         let mut start = range.start;
         while start < range.end {
@@ -403,18 +403,18 @@ impl Client for MergeClient {
     fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
         // For just this question the kernel has a loop that reads the page table and nothing else.
         let query = pagemap::Query { all_of: pagemap::WRITTEN, report: pagemap::WRITTEN, ..Default::default() };
-        self.scan_all(range, query, |region| match out.last_mut() {
-            Some(last) if last.end == region.start => last.end = region.end,
-            _ => out.push(Range { start: region.start, end: region.end }),
+        self.scan_all(range, query, |scanned| match out.last_mut() {
+            Some(last) if last.end == scanned.start => last.end = scanned.end,
+            _ => out.push(Range { start: scanned.start, end: scanned.end }),
         })
     }
 
     fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
         let report = pagemap::PFNZERO | pagemap::HUGE;
-        let push = |region: &pagemap::Region, out: &mut Vec<Written>, huge: bool| {
+        let push = |scanned: &pagemap::ScannedRange, out: &mut Vec<Written>, huge: bool| {
             out.push(Written {
-                range: Range { start: region.start, end: region.end },
-                zero: region.categories & pagemap::PFNZERO != 0,
+                range: Range { start: scanned.start, end: scanned.end },
+                zero: scanned.categories & pagemap::PFNZERO != 0,
                 swapped: false,
                 huge,
             });
@@ -427,11 +427,11 @@ impl Client for MergeClient {
             let all_of = wanted | pagemap::HUGE;
             pagemap::Query { all_of, inverted: pagemap::HUGE, report, flags: pagemap::PROTECT, ..Default::default() }
         };
-        self.scan_all(range, query, |region| push(region, out, huge && region.categories & pagemap::HUGE != 0))?;
+        self.scan_all(range, query, |scanned| push(scanned, out, huge && scanned.categories & pagemap::HUGE != 0))?;
         if !huge {
             let all_of = wanted | pagemap::HUGE;
             let query = pagemap::Query { all_of, report, ..Default::default() };
-            self.scan_all(range, query, |region| push(region, out, true))?;
+            self.scan_all(range, query, |scanned| push(scanned, out, true))?;
         }
         Ok(())
     }
@@ -444,7 +444,7 @@ impl Client for MergeClient {
         let all_of = pagemap::FILE;
         let any_of = pagemap::PRESENT | pagemap::SWAPPED;
         let query = pagemap::Query { all_of, inverted: all_of, any_of, report: pagemap::PRESENT, ..Default::default() };
-        self.scan_all(range, query, |region| out.push(Range { start: region.start, end: region.end }))
+        self.scan_all(range, query, |scanned| out.push(Range { start: scanned.start, end: scanned.end }))
     }
 
     fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {

@@ -196,7 +196,7 @@ fn connect(group: &Group, client: &Client, link: AgentConnection, ready: &Packet
     // Once: a client that connects to this daemon again still reports its time since it began.
     client.cpu_before_ns.get_or_init(|| ready.b);
     client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
-    client.leased.store(hello.a & HELLO_LENT != 0, Ordering::Relaxed);
+    client.lent.store(hello.a & HELLO_LENT != 0, Ordering::Relaxed);
     // A thread that holds a broken link gives it up soon.
     let mut held = lock(&client.link);
     if !client.reconcile(&group.tier) {

@@ -161,9 +161,9 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
                 pages_lost: client.table.head().lost.load(Ordering::Relaxed),
                 fault_ns: get(&counters.fault_ns),
                 fault_us_log2: counters.fault_us.iter().map(get).collect(),
-                // Without a policy a leased client has its memory here until it is unparked, so it is parked also under a
+                // Without a policy a lent client has its memory here until it is unparked, so it is parked also under a
                 // successor.
-                parked: client.is_parked() || activity == Activity::Unwatched && client.leased.load(Ordering::Relaxed),
+                parked: client.is_parked() || activity == Activity::Unwatched && client.lent.load(Ordering::Relaxed),
                 activity,
                 connected: lock(&client.socket).is_some(),
                 idle_s: client

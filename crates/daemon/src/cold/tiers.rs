@@ -154,9 +154,9 @@ impl Tiers {
     }
 
     /// The processes among these clients that are merged live as well.
-    pub(crate) fn leased(&self, selector: &ClientSelector) -> Vec<i32> {
+    pub(crate) fn lent(&self, selector: &ClientSelector) -> Vec<i32> {
         let clients = self.clients_of(selector);
-        clients.iter().filter(|(_, one)| one.leased.load(Ordering::Relaxed)).map(|(_, one)| one.pid).collect()
+        clients.iter().filter(|(_, one)| one.lent.load(Ordering::Relaxed)).map(|(_, one)| one.pid).collect()
     }
 
     /// True if there is a client.

@@ -71,7 +71,7 @@ impl Watch {
 /// What the clients do that have lent their memory.
 fn lent(daemon: &Daemon) -> BTreeMap<i32, Activity> {
     let clients = daemon.cold.clients_of(&ClientSelector::All).into_iter();
-    let lent = clients.filter(|(_, client)| client.leased.load(Ordering::Relaxed));
+    let lent = clients.filter(|(_, client)| client.lent.load(Ordering::Relaxed));
     lent.map(|(_, client)| (client.pid, lock(&client.idleness).activity())).collect()
 }
 

@@ -31,7 +31,7 @@ pub(crate) fn park(daemon: &Daemon, clients: &ClientSelector) -> Result<Option<(
 /// Brings everything of the selected clients back, as far as their limits have room. Memory that live merging had lent is
 /// merged again once all of it is back. Returns as [`park`].
 pub(crate) fn unpark(daemon: &Daemon, clients: &ClientSelector) -> Option<(u64, u64)> {
-    let lent = daemon.cold.leased(clients);
+    let lent = daemon.cold.lent(clients);
     let moved = cold_park::unpark(&daemon.cold, clients);
     // A client that is still linked has no room for all of its memory, and merging would need more.
     let returned = lent.into_iter().filter(|pid| !daemon.cold.is_linked(*pid));

@@ -1,7 +1,7 @@
 //! Values on their way out: copied once, from the store to where a C program wants them.
 
 use super::codes::{Code, FORREST_NO_MEMORY, FORREST_NOT_FOUND};
-use crate::record::Record;
+use crate::overflow_record::OverflowRecord;
 use crate::store::Store;
 use crate::table::Sink;
 use libc::{c_void, size_t};
@@ -44,7 +44,7 @@ impl Sink for Buffer<'_> {
         }
     }
 
-    fn record(&mut self, record: Record<'_>, _offset: u64) {
+    fn record(&mut self, record: OverflowRecord<'_>, _offset: u64) {
         self.length = record.value_bytes;
         if let Some(room) = self.room.get_mut(..record.value_bytes) {
             record.copy_value_to(room);
@@ -93,7 +93,7 @@ impl Sink for Malloced {
         copy_slot(&bytes[..length], self.allocate(length));
     }
 
-    fn record(&mut self, record: Record<'_>, _offset: u64) {
+    fn record(&mut self, record: OverflowRecord<'_>, _offset: u64) {
         let buffer = self.allocate(record.value_bytes);
         if buffer.len() == record.value_bytes {
             record.copy_value_to(buffer);

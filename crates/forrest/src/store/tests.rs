@@ -4,8 +4,8 @@ use super::*;
 use crate::bucket::SLOTS;
 #[cfg(any(debug_assertions, pagefold_stress))]
 use crate::fault;
-use crate::record::Record;
-use crate::table::{Candidates, Place, Spot};
+use crate::overflow_record::OverflowRecord;
+use crate::table::{Homes, Place, Spot};
 
 /// A shared store of this test's own; its file is removed when the test ends, also if it fails.
 struct Shared {
@@ -83,7 +83,7 @@ struct Late<'a> {
 impl Sink for Late<'_> {
     fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
 
-    fn record(&mut self, record: Record<'_>, _offset: u64) {
+    fn record(&mut self, record: OverflowRecord<'_>, _offset: u64) {
         self.other.delete(self.key).unwrap();
         self.other.trim().unwrap();
         self.value.clear();
@@ -119,35 +119,35 @@ fn a_long_value_stays_while_it_is_copied() {
     assert!(!read(b"short").0);
 }
 
-/// The segment that the next tests use.
+/// The shard that the next tests use.
 #[cfg(any(debug_assertions, pagefold_stress))]
-const SEGMENT: usize = 7;
+const SHARD: usize = 7;
 
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn entries(store: &Store) -> Vec<(Place, u64)> {
     let mut entries = Vec::new();
-    store.table.each_in(SEGMENT, |place, remainder| entries.push((place, remainder)));
+    store.table.each_in(SHARD, |place, remainder| entries.push((place, remainder)));
     entries
 }
 
 #[cfg(any(debug_assertions, pagefold_stress))]
-fn candidates_of(store: &Store, remainder: u64) -> Candidates {
-    Candidates::of(remainder, store.table.dir(SEGMENT, Ordering::Relaxed).buckets())
+fn homes_of(store: &Store, remainder: u64) -> Homes {
+    Homes::of(remainder, store.table.dir(SHARD, Ordering::Relaxed).buckets())
 }
 
 /// The key of 8 bytes with this remainder.
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn key_at(store: &Store, remainder: u64) -> [u8; 8] {
-    store.table.hasher.word_of(Spot { segment: SEGMENT, remainder }.hash())
+    store.table.hasher.word_of(Spot { shard: SHARD, remainder }.hash())
 }
 
-/// A key of 8 bytes in another segment: a process registers with it.
+/// A key of 8 bytes in another shard: a process registers with it.
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn elsewhere(store: &Store) -> [u8; 8] {
-    store.table.hasher.word_of(Spot { segment: SEGMENT + 1, remainder: 1 }.hash())
+    store.table.hasher.word_of(Spot { shard: SHARD + 1, remainder: 1 }.hash())
 }
 
-/// A shared store with `count` entries in the segment, and how many there are in each bucket.
+/// A shared store with `count` entries in the shard, and how many there are in each bucket.
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn filled(what: &str, count: u64, value: impl Fn(u64) -> Vec<u8>) -> (Shared, Vec<usize>) {
     let shared = Shared::new(what);
@@ -155,7 +155,7 @@ fn filled(what: &str, count: u64, value: impl Fn(u64) -> Vec<u8>) -> (Shared, Ve
     for number in 1..=count {
         store.set(&key_at(store, number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12), &value(number)).unwrap();
     }
-    let mut counts = vec![0; store.table.dir(SEGMENT, Ordering::Relaxed).buckets()];
+    let mut counts = vec![0; store.table.dir(SHARD, Ordering::Relaxed).buckets()];
     entries(store).iter().for_each(|(place, _)| counts[place.bucket] += 1);
     (shared, counts)
 }
@@ -165,14 +165,14 @@ fn filled(what: &str, count: u64, value: impl Fn(u64) -> Vec<u8>) -> (Shared, Ve
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn recoverers_may_be_killed_too() {
-    // A segment of records. One of them lies in its second candidate bucket, which is full, while its first has a free slot:
+    // A shard of records. One of them lies in its second home bucket, which is full, while its first has a free slot:
     // it moves there when its value becomes short.
     let prepare = || {
         let (shared, counts) = filled("recoverers", 400, |_| vec![1; 100]);
         let store = &shared.store;
         let away = |&(place, remainder): &(Place, u64)| {
-            let candidates = candidates_of(store, remainder);
-            place.bucket != candidates.first && counts[place.bucket] == SLOTS && counts[candidates.first] < SLOTS
+            let homes = homes_of(store, remainder);
+            place.bucket != homes.first && counts[place.bucket] == SLOTS && counts[homes.first] < SLOTS
         };
         let remainder = entries(store).into_iter().find(away).unwrap().1;
         let moving = key_at(store, remainder);
@@ -239,10 +239,8 @@ fn a_writer_may_be_killed_while_it_displaces_an_entry() {
             let (shared, counts) = filled("moves", 500, value);
             let store = &shared.store;
             let is_crowded = |remainder: &u64| {
-                let candidates = candidates_of(store, *remainder);
-                candidates.first != candidates.second
-                    && counts[candidates.first] == SLOTS
-                    && counts[candidates.second] == SLOTS
+                let homes = homes_of(store, *remainder);
+                homes.first != homes.second && counts[homes.first] == SLOTS && counts[homes.second] == SLOTS
             };
             let remainders = (1u64..).map(|number| number.wrapping_mul(0xd6e8_feb8_6659_fd93) >> 12);
             let remainder = { remainders }.find(is_crowded).unwrap();
@@ -299,7 +297,7 @@ struct Bereaved<'a> {
 impl Sink for Bereaved<'_> {
     fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
 
-    fn record(&mut self, record: Record<'_>, _offset: u64) {
+    fn record(&mut self, record: OverflowRecord<'_>, _offset: u64) {
         self.times += 1;
         if self.times == 1 {
             self.died = fault::dies(0, || {
@@ -310,10 +308,10 @@ impl Sink for Bereaved<'_> {
                 fault::arm(0);
             });
             self.shared.store.recover();
-            // Odd remainders: none of these inserts triggers the copy of a segment.
+            // Odd remainders: none of these inserts triggers the copy of a shard.
             for number in 1..=8u64 {
                 let (store, remainder) = (&self.shared.store, number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12 | 1);
-                let other = store.table.hasher.word_of(Spot { segment: SEGMENT + 1, remainder }.hash());
+                let other = store.table.hasher.word_of(Spot { shard: SHARD + 1, remainder }.hash());
                 store.set(&other, &[3; 500]).unwrap();
             }
         }
@@ -346,12 +344,12 @@ fn a_reader_of_a_record_that_a_dead_writer_replaced_starts_over() {
     assert_eq!(seen.len(), 2);
 }
 
-/// A segment is repeatedly filled until it must grow, and emptied again: entries move between their candidate buckets and to
+/// A shard is repeatedly filled until it must grow, and emptied again: entries move between their home buckets and to
 /// other arrays. Every lookup and iteration sees the permanent entries, each once, and no change of them is lost.
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn a_moving_entry_is_always_found_exactly_once() {
-    // With few entries each is looked up often; with many, some always have full candidate buckets.
+    // With few entries each is looked up often; with many, some always have full home buckets.
     moves_beside(24);
     moves_beside(120);
 }
@@ -365,7 +363,7 @@ fn moves_beside(count: u64) {
     let number_of = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12;
     let short: Vec<_> = (1..=count).map(|number| key_at(store, number_of(number)).to_vec()).collect();
     let numbers = (0u32..).map(|number| format!("a key of more bytes {number}").into_bytes());
-    let long: Vec<_> = numbers.filter(|key| store.segment_of(key) == SEGMENT).take(6).collect();
+    let long: Vec<_> = numbers.filter(|key| store.shard_of(key) == SHARD).take(6).collect();
     let stay: Vec<Vec<u8>> = short.into_iter().chain(long).collect();
     // The length of a value tells how often it was written, and a mixture of two values is recognised.
     let value = |at: usize, turn: usize| vec![(at * 3 + turn % 3) as u8; [8, 5, 30][turn % 3]];
@@ -435,11 +433,11 @@ fn moves_beside(count: u64) {
             }
         });
         let _end = End(ended);
-        let buckets = || store.table.dir(SEGMENT, Ordering::Relaxed).buckets();
+        let buckets = || store.table.dir(SHARD, Ordering::Relaxed).buckets();
         let mut next = 1000;
         while going() && passes.iter().any(|passes| passes.load(Ordering::Relaxed) < wanted) {
             let (from, before) = (next, buckets());
-            // Beyond the first growth, so that the segment becomes full in arrays of several lengths.
+            // Beyond the first growth, so that the shard becomes full in arrays of several lengths.
             while buckets() < before * 2 && next - from < 4000 {
                 let key = key_at(store, number_of(next));
                 if next % 2 == 0 {
@@ -528,8 +526,8 @@ fn exit_inside_a_call_is_recovered_like_a_death() {
 
 #[test]
 fn a_store_with_a_damaged_page_is_refused() {
-    let outside = |word: u64| move |store: &Store, segment| store.table.dir_word(segment).store(word, Ordering::SeqCst);
-    let locked = |word: u64| move |store: &Store, segment| store.table.lock_word(segment).store(word, Ordering::SeqCst);
+    let outside = |word: u64| move |store: &Store, shard| store.table.dir_word(shard).store(word, Ordering::SeqCst);
+    let locked = |word: u64| move |store: &Store, shard| store.table.lock_word(shard).store(word, Ordering::SeqCst);
     type Damage = Box<dyn Fn(&Store, usize)>;
     let damages: [(&str, Damage); 6] = [
         ("a directory of ones", Box::new(outside(!(1 << 52)))),
@@ -543,8 +541,8 @@ fn a_store_with_a_damaged_page_is_refused() {
         let mut shared = Shared::new("damaged");
         shared.store.set(b"some key", b"1").unwrap();
         drop(shared.again());
-        let segment = Spot::of(shared.store.table.hasher.first(b"some key")).segment;
-        damage(&shared.store, segment);
+        let shard = Spot::of(shared.store.table.hasher.first(b"some key")).shard;
+        damage(&shared.store, shard);
         // Closed: the store here is another one from now on.
         shared.store = Store::new().unwrap();
         let opened = Options::new().open_existing_path(&shared.path).map(|_| ());
@@ -577,7 +575,7 @@ struct Overtaken<'a> {
 impl Sink for Overtaken<'_> {
     fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
 
-    fn record(&mut self, record: Record<'_>, _offset: u64) {
+    fn record(&mut self, record: OverflowRecord<'_>, _offset: u64) {
         self.times += 1;
         if self.times < 10 {
             self.store.set(self.key, &vec![self.times as u8; 1 << 20]).unwrap();
@@ -670,7 +668,7 @@ fn pages_of_freed_arrays_go_back_with_later_writes() {
     }
     // As quick deletes do, all within the moment for which pages stay; `Store::clear` would trim.
     let thread = store.table.thread().unwrap();
-    (0..SEGMENTS).for_each(|segment| assert!(store.table.clear_segment(&thread, segment) < 500_000));
+    (0..SHARDS).for_each(|shard| assert!(store.table.clear_shard(&thread, shard) < 500_000));
     assert!(store.is_empty());
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
     // Free spans kept for the next claims, and the memory that this thread takes itself.
@@ -711,11 +709,11 @@ fn memory_of_an_ended_thread_under_a_guard_goes_back_by_trim() {
 }
 
 #[test]
-fn a_full_segment_says_so_and_holds_what_it_can() {
+fn a_full_shard_says_so_and_holds_what_it_can() {
     let store = Store::new().unwrap();
     let key = |number: u64| {
         let remainder = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12;
-        store.table.hasher.word_of(Spot { segment: 3, remainder }.hash())
+        store.table.hasher.word_of(Spot { shard: 3, remainder }.hash())
     };
     let refused = (0..2_200_000u64).map(|number| (number, store.set(&key(number), b"")));
     let (count, error) = refused.into_iter().find_map(|(number, set)| Some((number, set.err()?))).unwrap();
@@ -731,8 +729,8 @@ fn a_full_segment_says_so_and_holds_what_it_can() {
 #[test]
 fn keys_of_equal_hashes_do_not_take_all_memory() {
     let store = Store::new().unwrap();
-    // All have the same two candidate buckets, whatever the length of the array.
-    let key = |number: u64| store.table.hasher.word_of(Spot { segment: 3, remainder: number }.hash());
+    // All have the same two home buckets, whatever the length of the array.
+    let key = |number: u64| store.table.hasher.word_of(Spot { shard: 3, remainder: number }.hash());
     let set = (0..100).take_while(|&number| store.set(&key(number), b"1").is_ok()).count() as u64;
     assert!((8..=2 * SLOTS as u64).contains(&set), "{set}");
     assert!(store.set(&key(set), b"1").is_err_and(|error| matches!(error, Error::Crowded { .. })));

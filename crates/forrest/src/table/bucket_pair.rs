@@ -1,4 +1,4 @@
-//! Bucket pairs: both candidate buckets of an entry, compared as one.
+//! Bucket pairs: both home buckets of an entry, compared as one.
 //!
 //! While a processor waits for memory it executes as many later instructions as
 //! fit its queues. The fewer instructions an operation has, above all those that
@@ -6,7 +6,7 @@
 //! mispredicted branch discards all of that overlap. So both buckets are compared
 //! in one step, and the choice between them is not a branch.
 
-use super::{Candidates, Dir, Table};
+use super::{Dir, Homes, Table};
 use crate::bucket::{ALL_SLOTS, Bucket, SLOTS};
 use crate::wide::{self, Side};
 use llds::prefetch;
@@ -16,16 +16,16 @@ use std::sync::atomic::Ordering;
 /// The two buckets in which an entry may lie.
 pub(super) type BucketPair<'t> = (&'t Bucket, &'t Bucket);
 
-/// The candidate buckets of an entry with their headers as read.
+/// The home buckets of an entry with their headers as read.
 #[derive(Clone, Copy)]
-pub(super) struct PairSnapshot<'t> {
+pub(super) struct SeenPair<'t> {
     pub first: Side<'t>,
     pub second: Side<'t>,
     /// A bit for each slot that may hold the entry: the low eight for the first bucket, the next eight for the second.
     pub mask: u32,
 }
 
-impl<'t> PairSnapshot<'t> {
+impl<'t> SeenPair<'t> {
     /// The first slot that may hold the entry, and its bucket. There must be one.
     #[inline(always)]
     pub fn found(self) -> (Side<'t>, usize) {
@@ -54,18 +54,18 @@ fn pick<'t>(is_one: bool, one: Side<'t>, other: Side<'t>) -> Side<'t> {
 }
 
 impl Table {
-    /// The candidate buckets of a remainder. Without buckets these are lines of the arena's fixed part.
+    /// The home buckets of a remainder. Without buckets these are lines of the arena's fixed part.
     #[inline(always)]
     pub(super) fn pair(&self, dir: Dir, remainder: u64) -> BucketPair<'_> {
-        let candidates = Candidates::of(remainder, dir.buckets());
-        (self.bucket(dir, candidates.first), self.bucket(dir, candidates.second))
+        let homes = Homes::of(remainder, dir.buckets());
+        (self.bucket(dir, homes.first), self.bucket(dir, homes.second))
     }
 
     /// Reads both headers and compares all slots.
     #[inline(always)]
-    pub(super) fn snapshot<'t>(&self, pair: BucketPair<'t>, remainder: u64, order: Ordering) -> PairSnapshot<'t> {
+    pub(super) fn seen_pair<'t>(&self, pair: BucketPair<'t>, remainder: u64, order: Ordering) -> SeenPair<'t> {
         let (first, second) = ((pair.0, pair.0.head(order)), (pair.1, pair.1.head(order)));
-        PairSnapshot { first, second, mask: wide::matches(self.wide, first, second, remainder) }
+        SeenPair { first, second, mask: wide::matches(self.wide, first, second, remainder) }
     }
 
     /// A bit for each slot of one bucket that may hold the entry.

@@ -1,12 +1,12 @@
 //! Copying: the entries of one array are copied to another, unpublished one.
 //!
 //! A copy alternates between two steps. The first reads some hundred entries and
-//! computes their new candidate buckets, eight at a time where the processor can.
-//! The second writes each entry to the emptier candidate. The fill of the new
+//! computes their new home buckets, eight at a time where the processor can.
+//! The second writes each entry to the emptier home. The fill of the new
 //! buckets is counted separately, so that the second step does not read the lines
 //! it writes; the headers are written once, at the end.
 
-use super::{Candidates, Dir, Table};
+use super::{Dir, Homes, Table};
 use crate::bucket::{Bucket, Kind, Mark, SLOTS};
 use std::hint::select_unpredictable;
 use std::sync::atomic::Ordering;
@@ -45,7 +45,7 @@ struct Filling<'t> {
     buckets: &'t [Bucket],
     /// How many entries each bucket has.
     counts: Vec<u8>,
-    /// Entries that found both candidate buckets full.
+    /// Entries that found both home buckets full.
     overflow: Vec<(Kind, u64, u64)>,
 }
 
@@ -68,8 +68,8 @@ impl Table {
             bucket.head.store((1 << count) - 1, Ordering::Relaxed);
         }
         filling.overflow.into_iter().all(|(kind, remainder, word)| {
-            let candidates = Candidates::of(remainder, to.buckets());
-            let Some(free) = self.free_slot_for(to, candidates, None).or_else(|| self.displace(to, candidates)) else {
+            let homes = Homes::of(remainder, to.buckets());
+            let Some(free) = self.free_slot_for(to, homes, None).or_else(|| self.displace(to, homes)) else {
                 return false;
             };
             let bucket = self.bucket(to, free.bucket);
@@ -79,7 +79,7 @@ impl Table {
         })
     }
 
-    /// Puts the entries of up to [`BUCKETS_PER_TURN`] buckets, which no thread changes, into `batch`, with their candidates
+    /// Puts the entries of up to [`BUCKETS_PER_TURN`] buckets, which no thread changes, into `batch`, with their homes
     /// in an array of `buckets`. Returns their number.
     fn take_out(&self, from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize {
         #[cfg(target_arch = "x86_64")]
@@ -90,7 +90,7 @@ impl Table {
         take_out_each(from, buckets, batch)
     }
 
-    /// The array of a segment.
+    /// The array of a shard.
     fn buckets(&self, dir: Dir) -> &[Bucket] {
         // SAFETY: as argued in `bucket`, the array lies in the arena, and it has `dir.buckets()` buckets.
         unsafe { std::slice::from_raw_parts(self.bucket(dir, 0), dir.buckets()) }
@@ -98,7 +98,7 @@ impl Table {
 }
 
 impl Filling<'_> {
-    /// Writes the first `count` entries of a batch to their emptier candidate buckets.
+    /// Writes the first `count` entries of a batch to their emptier home buckets.
     fn put_in(&mut self, batch: &Batch, count: usize) {
         for at in 0..count {
             let (first, second) = (batch.first[at] as usize, batch.second[at] as usize);
@@ -126,8 +126,8 @@ fn take_out_each(from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize {
             let slot = used.trailing_zeros() as usize;
             used &= used - 1;
             let remainder = bucket.remainder(slot);
-            let candidates = Candidates::of(remainder, buckets);
-            (batch.first[count], batch.second[count]) = (candidates.first as u32, candidates.second as u32);
+            let homes = Homes::of(remainder, buckets);
+            (batch.first[count], batch.second[count]) = (homes.first as u32, homes.second as u32);
             batch.low[count] = remainder as u32;
             batch.high[count] = u32::from(bucket.mark(slot).0) << 16 | (remainder >> 32) as u32 & 0xffff;
             batch.words[count] = bucket.words[slot].load(Ordering::Relaxed);
@@ -155,7 +155,7 @@ fn take_out_avx512(from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize 
         let head = bucket.head(Ordering::Relaxed);
         let used = head.used() as u8;
         let at = std::ptr::from_ref(bucket).cast::<u8>();
-        // SAFETY: the offsets are those of the bucket's fields (`repr(C)`), aligned for their vectors; the segment's lock
+        // SAFETY: the offsets are those of the bucket's fields (`repr(C)`), aligned for their vectors; the shard's lock
         // keeps writers away.
         let (marks, middle, low, words) = unsafe {
             (
@@ -165,7 +165,7 @@ fn take_out_avx512(from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize 
                 _mm512_load_si512(at.add(64).cast()),
             )
         };
-        // As `Candidates::of` has it: bits 20 to 51 of the remainder, and bits 0 to 31.
+        // As `Homes::of` has it: bits 20 to 51 of the remainder, and bits 0 to 31.
         let high_part = _mm256_or_si256(
             _mm256_or_si256(_mm256_slli_epi32::<28>(marks), _mm256_slli_epi32::<12>(middle)),
             _mm256_srli_epi32::<20>(low),

@@ -1,15 +1,15 @@
-//! Displacement: finds a free slot in a candidate bucket, and makes one by moving other entries (cuckoo hashing).
+//! Displacement: finds a free slot in a home bucket, and makes one by moving other entries (cuckoo hashing).
 
 use super::write::FreeSlot;
-use super::{Candidates, Dir, Place, Table};
+use super::{Dir, Homes, Place, Table};
 use crate::bucket::SLOTS;
 use llds::arena::fault::point;
 use std::sync::atomic::{Ordering, fence};
 
 impl Table {
-    /// A free slot for an entry in its candidate buckets; in `place`'s own bucket if that has one.
+    /// A free slot for an entry in its home buckets; in `place`'s own bucket if that has one.
     #[inline]
-    pub(super) fn free_slot_for(&self, dir: Dir, candidates: Candidates, place: Option<Place>) -> Option<FreeSlot> {
+    pub(super) fn free_slot_for(&self, dir: Dir, homes: Homes, place: Option<Place>) -> Option<FreeSlot> {
         if dir.buckets() == 0 {
             return None;
         }
@@ -21,26 +21,26 @@ impl Table {
             return Some(free);
         }
         let used = |bucket: usize| self.bucket(dir, bucket).head(Ordering::Relaxed).used();
-        let (first, second) = (used(candidates.first), used(candidates.second));
-        free_in(if second < first { candidates.second } else { candidates.first })
+        let (first, second) = (used(homes.first), used(homes.second));
+        free_in(if second < first { homes.second } else { homes.first })
     }
 
-    /// Frees a slot in one of two full candidate buckets: one of their entries moves to its other candidate, perhaps after
+    /// Frees a slot in one of two full home buckets: one of their entries moves to its other home, perhaps after
     /// another entry moved out of that one. `None` if no entry can move.
     #[cold]
     #[inline(never)]
-    pub(super) fn displace(&self, dir: Dir, candidates: Candidates) -> Option<FreeSlot> {
-        let near = [candidates.first, candidates.second].into_iter().find_map(|bucket| self.displace_from(dir, bucket));
-        near.or_else(|| self.displace_farther(dir, candidates))
+    pub(super) fn displace(&self, dir: Dir, homes: Homes) -> Option<FreeSlot> {
+        let near = [homes.first, homes.second].into_iter().find_map(|bucket| self.displace_from(dir, bucket));
+        near.or_else(|| self.displace_farther(dir, homes))
     }
 
-    /// Moves an entry out of a full bucket to its other candidate, if one has a free slot there.
+    /// Moves an entry out of a full bucket to its other home, if one has a free slot there.
     fn displace_from(&self, dir: Dir, bucket: usize) -> Option<FreeSlot> {
-        /// Entries for which the other candidate is prefetched before the first of them is read.
+        /// Entries for which the other home is prefetched before the first of them is read.
         const AHEAD: usize = 4;
         for slots in (0..SLOTS).step_by(AHEAD) {
             let others: [usize; AHEAD] =
-                std::array::from_fn(|at| self.other_candidate(dir, FreeSlot { bucket, slot: slots + at }));
+                std::array::from_fn(|at| self.other_home(dir, FreeSlot { bucket, slot: slots + at }));
             // Both lines, the first ones first: they decide which second line is written.
             for &other in &others {
                 llds::prefetch(self.bucket(dir, other));
@@ -60,13 +60,13 @@ impl Table {
         None
     }
 
-    /// As [`Table::displace`] if the other candidates of all entries are full too: frees a slot in one of those first.
+    /// As [`Table::displace`] if the other homes of all entries are full too: frees a slot in one of those first.
     #[cold]
-    fn displace_farther(&self, dir: Dir, candidates: Candidates) -> Option<FreeSlot> {
-        for bucket in [candidates.first, candidates.second] {
+    fn displace_farther(&self, dir: Dir, homes: Homes) -> Option<FreeSlot> {
+        for bucket in [homes.first, homes.second] {
             for slot in 0..SLOTS {
                 let free = FreeSlot { bucket, slot };
-                let other = self.other_candidate(dir, free);
+                let other = self.other_home(dir, free);
                 // An entry that moves out of there does not move here: this bucket is full.
                 if other != bucket
                     && let Some(freed) = self.displace_from(dir, other)
@@ -79,11 +79,11 @@ impl Table {
         None
     }
 
-    fn other_candidate(&self, dir: Dir, at: FreeSlot) -> usize {
-        Candidates::of(self.bucket(dir, at.bucket).remainder(at.slot), dir.buckets()).other(at.bucket)
+    fn other_home(&self, dir: Dir, at: FreeSlot) -> usize {
+        Homes::of(self.bucket(dir, at.bucket).remainder(at.slot), dir.buckets()).other(at.bucket)
     }
 
-    /// Moves an entry to its other candidate, under the segment's lock.
+    /// Moves an entry to its other home, under the shard's lock.
     ///
     /// The entry exists twice for a moment, and at every moment at least once; a death in between leaves it twice
     /// (`recover.rs`). A reader that read the other bucket before the move and this one after finds the other bucket's

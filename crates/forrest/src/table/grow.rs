@@ -1,11 +1,11 @@
-//! Growing: each segment is copied to a longer or shorter array on its own, under its lock.
+//! Growing: each shard is copied to a longer or shorter array on its own, under its lock.
 //!
-//! A segment grows when an entry finds no free slot. To keep memory dense, inserts
-//! also earn credit, with which they pass over the segments in order and rebuild
+//! A shard grows when an entry finds no free slot. To keep memory dense, inserts
+//! also earn credit, with which they pass over the shards in order and rebuild
 //! those that will be full soon. Readers use the old array until the directory
 //! entry tells them to start over.
 
-use super::{COUNT_BITS, Dir, SEGMENTS, Table};
+use super::{COUNT_BITS, Dir, SHARDS, Table};
 use crate::bucket::{BUCKET_BYTES, SLOTS};
 use crate::error::Error;
 use llds::arena::fault::point;
@@ -13,10 +13,10 @@ use llds::arena::{LOG_BYTES_MAX, SPAN_BYTES, ThreadRef};
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 
-/// Entries per bucket, in hundredths, to which a segment is rebuilt.
+/// Entries per bucket, in hundredths, to which a shard is rebuilt.
 const FILL_TO: usize = SLOTS * 73;
 
-/// A passing insert rebuilds segments above this fill, in hundredths of entries per bucket.
+/// A passing insert rebuilds shards above this fill, in hundredths of entries per bucket.
 const FILL_PASS: usize = SLOTS * 84;
 
 /// One insert of this many checks whether the incremental growth is due, and earns the credit of all. A power of two.
@@ -25,23 +25,23 @@ const INSERTS_PER_LOOK: u64 = 32;
 /// Arrays ahead that a pass inspects to judge an extent.
 const LOOK_AHEAD: usize = 16;
 
-/// What passing over one segment costs of a thread's credit.
-const CREDIT_PER_SEGMENT: i32 = 1 << 24;
+/// What passing over one shard costs of a thread's credit.
+const CREDIT_PER_SHARD: i32 = 1 << 24;
 
 /// The largest credit and the largest debt of a thread. A small table earns more than that; the excess is dropped, because
 /// it has little memory to keep dense.
-const CREDIT_MAX: i32 = CREDIT_PER_SEGMENT * INSERTS_PER_LOOK as i32;
+const CREDIT_MAX: i32 = CREDIT_PER_SHARD * INSERTS_PER_LOOK as i32;
 
-/// The credit earned by as many inserts as there are entries: four and a half passes over all segments, one for each growth
+/// The credit earned by as many inserts as there are entries: four and a half passes over all shards, one for each growth
 /// of the table by 25 %. The fill rises from 0.73 to 0.91 between passes, which is 19.6 bytes per entry of 16 on average, and
 /// an entry is copied four and a half times in total. More passes copy more. With fewer passes, more inserts find both
-/// candidate buckets full, and arrays grow before their turn, out of the order in which memory is reused.
-const CREDIT_PER_OWN_SIZE: i32 = CREDIT_PER_SEGMENT / 2 * 9;
+/// home buckets full, and arrays grow before their turn, out of the order in which memory is reused.
+const CREDIT_PER_OWN_SIZE: i32 = CREDIT_PER_SHARD / 2 * 9;
 
 /// Bytes in use from which on arrays lie in logs, however many threads there are.
 const LOGS_FROM_BYTES: u64 = 128 * SPAN_BYTES as u64;
 
-/// Buckets of the largest segment.
+/// Buckets of the largest shard.
 const BUCKETS_MAX: usize = (1 << COUNT_BITS) - 1;
 
 thread_local! {
@@ -52,57 +52,57 @@ thread_local! {
 }
 
 impl Table {
-    /// Makes every segment large enough for its share of `entries`, so that inserts up to that number copy no array.
+    /// Makes every shard large enough for its share of `entries`, so that inserts up to that number copy no array.
     pub fn reserve(&self, thread: &ThreadRef<'_>, entries: u64) -> Result<(), Error> {
-        // Hashes spread the entries evenly up to a few standard deviations; a pass skips segments that are not filled further.
-        let share = entries as f64 / SEGMENTS as f64;
+        // Hashes spread the entries evenly up to a few standard deviations; a pass skips shards that are not filled further.
+        let share = entries as f64 / SHARDS as f64;
         let most = share + 3.0 * share.sqrt();
         let wanted = (most * 100.0 / FILL_PASS as f64).ceil() as usize;
-        let buckets_max = BUCKETS_MAX.min(self.arena.capacity_bytes() as usize / (BUCKET_BYTES * SEGMENTS));
+        let buckets_max = BUCKETS_MAX.min(self.arena.capacity_bytes() as usize / (BUCKET_BYTES * SHARDS));
         if wanted > buckets_max {
             let most = (buckets_max * FILL_PASS) as f64 / 100.0;
             // The inverse of `share + 3 * sqrt(share)`.
             let root = (most + 2.25).sqrt() - 1.5;
-            return Err(Error::TooMany { entries, entries_max: (root * root * SEGMENTS as f64) as u64 });
+            return Err(Error::TooMany { entries, entries_max: (root * root * SHARDS as f64) as u64 });
         }
-        for segment in 0..SEGMENTS {
-            let _held = self.lock(thread, segment);
-            if self.dir(segment, Ordering::Relaxed).buckets() < wanted {
-                self.rebuild(thread, segment, wanted, false)?;
+        for shard in 0..SHARDS {
+            let _held = self.lock(thread, shard);
+            if self.dir(shard, Ordering::Relaxed).buckets() < wanted {
+                self.rebuild(thread, shard, wanted, false)?;
             }
         }
         Ok(())
     }
 
-    /// Grows a full segment.
-    pub(super) fn grow(&self, thread: &ThreadRef<'_>, segment: usize) -> Result<(), Error> {
-        let buckets = self.dir(segment, Ordering::Relaxed).buckets();
-        self.check_spread(segment, buckets)?;
-        let wanted = fitting(self.count(segment) as usize + 1).max(buckets + 1 + buckets / 16);
-        self.rebuild(thread, segment, longer(buckets, wanted), true)
+    /// Grows a full shard.
+    pub(super) fn grow(&self, thread: &ThreadRef<'_>, shard: usize) -> Result<(), Error> {
+        let buckets = self.dir(shard, Ordering::Relaxed).buckets();
+        self.check_spread(shard, buckets)?;
+        let wanted = fitting(self.count(shard) as usize + 1).max(buckets + 1 + buckets / 16);
+        self.rebuild(thread, shard, longer(buckets, wanted), true)
     }
 
     /// Refuses a longer array if the entries are crowded in few buckets: a longer array would not help.
-    fn check_spread(&self, segment: usize, buckets: usize) -> Result<(), Error> {
-        let entries = self.count(segment);
+    fn check_spread(&self, shard: usize, buckets: usize) -> Result<(), Error> {
+        let entries = self.count(shard);
         if buckets > 16 && entries * 8 < (buckets * SLOTS) as u64 { Err(Error::Crowded { entries }) } else { Ok(()) }
     }
 
-    /// Moves a segment to an array of at least `wanted` buckets; to none if it is empty and `wanted` is 0.
+    /// Moves a shard to an array of at least `wanted` buckets; to none if it is empty and `wanted` is 0.
     ///
-    /// `alone` says that the segment is not the next in order: its array must not lie between those rebuilt in order.
+    /// `alone` says that the shard is not the next in order: its array must not lie between those rebuilt in order.
     pub(super) fn rebuild(
         &self,
         thread: &ThreadRef<'_>,
-        segment: usize,
+        shard: usize,
         wanted: usize,
         alone: bool,
     ) -> Result<(), Error> {
-        let old = self.dir(segment, Ordering::Relaxed);
+        let old = self.dir(shard, Ordering::Relaxed);
         let mut wanted = self.even(thread, wanted, alone);
         let (offset, buckets) = loop {
             if wanted > BUCKETS_MAX {
-                return Err(Error::Crowded { entries: self.count(segment) });
+                return Err(Error::Crowded { entries: self.count(shard) });
             }
             let buckets = rounded(wanted).min(BUCKETS_MAX);
             if buckets == 0 {
@@ -122,7 +122,7 @@ impl Table {
             thread.settle_alloc();
             point();
             self.arena.free(thread, offset);
-            self.check_spread(segment, buckets)?;
+            self.check_spread(shard, buckets)?;
             wanted = longer(buckets, buckets + 1 + buckets / 8);
         };
         point();
@@ -131,7 +131,7 @@ impl Table {
             thread.intend_retire(old.offset());
             point();
         }
-        self.dir_word(segment).store(new.0, Ordering::Release);
+        self.dir_word(shard).store(new.0, Ordering::Release);
         point();
         thread.settle_alloc();
         if old.buckets() != 0 {
@@ -163,14 +163,14 @@ impl Table {
         if each.abs_diff(wanted) <= wanted / 16 { each.min(wanted.max(BUCKETS_MAX)) } else { wanted }
     }
 
-    /// Moves a segment to a shorter array.
+    /// Moves a shard to a shorter array.
     #[cold]
-    pub(super) fn shrink(&self, thread: &ThreadRef<'_>, segment: usize) {
+    pub(super) fn shrink(&self, thread: &ThreadRef<'_>, shard: usize) {
         // Shrinking is optional: without memory for the smaller copy the larger one stays.
-        let _ = self.rebuild(thread, segment, fitting(self.count(segment) as usize), true);
+        let _ = self.rebuild(thread, shard, fitting(self.count(shard) as usize), true);
     }
 
-    /// Called after an insert into a segment that has `count` entries now: rebuilds the next segments in order that will be
+    /// Called after an insert into a shard that has `count` entries now: rebuilds the next shards in order that will be
     /// full soon.
     #[inline(always)]
     pub(super) fn inserted(&self, hash: u64, count: u64) {
@@ -184,14 +184,14 @@ impl Table {
     fn pass(&self, count: u64) {
         let Ok(thread) = self.thread() else { return };
         let mut credit = (CREDIT.get() + earned(count)).min(CREDIT_MAX);
-        while credit >= CREDIT_PER_SEGMENT {
-            credit -= CREDIT_PER_SEGMENT;
+        while credit >= CREDIT_PER_SHARD {
+            credit -= CREDIT_PER_SHARD;
             self.pass_one(&thread);
         }
         CREDIT.set(credit);
     }
 
-    /// Called after a delete from a segment that has `count` entries now: takes back most of the credit of an insert.
+    /// Called after a delete from a shard that has `count` entries now: takes back most of the credit of an insert.
     ///
     /// With balanced inserts and deletes, fewer arrays are copied that need not grow. Taking all credit back would be too
     /// much: the passes also empty extents with holes left by arrays that grew out of order.
@@ -206,26 +206,26 @@ impl Table {
     fn pass_one(&self, thread: &ThreadRef<'_>) {
         // SAFETY: `new` got an aligned word in the arena's root, which is mapped as long as `self`.
         let cursor = unsafe { &*self.cursor };
-        let segment = cursor.fetch_add(1, Ordering::Relaxed) as usize % SEGMENTS;
-        let look = || (self.count(segment) as usize, self.dir(segment, Ordering::Relaxed).buckets());
+        let shard = cursor.fetch_add(1, Ordering::Relaxed) as usize % SHARDS;
+        let look = || (self.count(shard) as usize, self.dir(shard, Ordering::Relaxed).buckets());
         let (count, buckets) = look();
         if is_due(count, buckets) {
-            // Before the lock: writers that wait for the segment should not also wait for memory.
+            // Before the lock: writers that wait for the shard should not also wait for memory.
             if self.has_logs() {
                 self.arena.ready_log(thread, rounded(self.even(thread, fitting(count), false)) * BUCKET_BYTES);
             }
         }
-        let Some(_held) = self.try_lock(thread, segment) else { return };
+        let Some(_held) = self.try_lock(thread, shard) else { return };
         let (count, buckets) = look();
-        if is_due(count, buckets) || (buckets != 0 && self.is_in_the_way(segment)) {
+        if is_due(count, buckets) || (buckets != 0 && self.is_in_the_way(shard)) {
             // This rebuild is early, so its failure is ignored; the insert that needs the room reports a full store.
-            let _ = self.rebuild(thread, segment, fitting(count), false);
+            let _ = self.rebuild(thread, shard, fitting(count), false);
         }
     }
 
-    /// Returns true if moving a segment's array away helps to free memory.
-    fn is_in_the_way(&self, segment: usize) -> bool {
-        let dir = self.dir(segment, Ordering::Relaxed);
+    /// Returns true if moving a shard's array away helps to free memory.
+    fn is_in_the_way(&self, shard: usize) -> bool {
+        let dir = self.dir(shard, Ordering::Relaxed);
         let Some((extent, second)) = self.arena.log_of(dir.offset()) else { return false };
         if second {
             return true;
@@ -235,17 +235,17 @@ impl Table {
         let (last, mut emptied) = EXTENT.get();
         if last != here {
             emptied =
-                self.is_left(segment, extent) || self.arena.is_log_sparse(dir.offset(), dir.buckets() * BUCKET_BYTES);
+                self.is_left(shard, extent) || self.arena.is_log_sparse(dir.offset(), dir.buckets() * BUCKET_BYTES);
             EXTENT.set((here, emptied));
         }
         emptied
     }
 
-    /// Returns true if a quarter or more of the arrays from `segment` on in this extent will leave it anyway, because they
+    /// Returns true if a quarter or more of the arrays from `shard` on in this extent will leave it anyway, because they
     /// are due to grow: the others would hold the whole extent until the next pass.
-    fn is_left(&self, segment: usize, extent: u64) -> bool {
+    fn is_left(&self, shard: usize, extent: u64) -> bool {
         let (mut due, mut all) = (0, 0);
-        for near in segment..SEGMENTS.min(segment + LOOK_AHEAD) {
+        for near in shard..SHARDS.min(shard + LOOK_AHEAD) {
             let dir = self.dir(near, Ordering::Relaxed);
             if self.arena.log_of(dir.offset()).is_some_and(|(offset, _)| offset == extent) {
                 all += 1;
@@ -256,9 +256,9 @@ impl Table {
     }
 }
 
-/// The credit of [`INSERTS_PER_LOOK`] inserts if a segment has `count` entries.
+/// The credit of [`INSERTS_PER_LOOK`] inserts if a shard has `count` entries.
 fn earned(count: u64) -> i32 {
-    // A segment has fewer than 2^22 entries, so the credit is never rounded to 0.
+    // A shard has fewer than 2^22 entries, so the credit is never rounded to 0.
     let earned = INSERTS_PER_LOOK * CREDIT_PER_OWN_SIZE as u64 / count.max(1);
     earned.min(CREDIT_MAX as u64) as i32
 }
@@ -274,7 +274,7 @@ pub(super) fn is_sparse(count: u64, buckets: usize) -> bool {
     count == 0 || (buckets > 2 && (count as usize) * 3 < buckets * SLOTS)
 }
 
-/// Buckets for `count` entries at the fill to which segments are rebuilt; 0 for none.
+/// Buckets for `count` entries at the fill to which shards are rebuilt; 0 for none.
 pub(super) fn fitting(count: usize) -> usize {
     (count * 100).div_ceil(FILL_TO)
 }

@@ -1,4 +1,4 @@
-//! Locks: one word per segment, with the number of the holder's thread record and the number of entries.
+//! Locks: one word per shard, with the number of the holder's thread record and the number of entries.
 //!
 //! Writers wait for a living holder only: a writer that finds the holder dead
 //! recovers it (`recover.rs`) and continues.
@@ -11,32 +11,32 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const OWNER_SHIFT: u32 = 48;
 const COUNT: u64 = (1 << OWNER_SHIFT) - 1;
 
-/// A held segment lock; dropping it unlocks.
-pub struct SegmentGuard<'t> {
+/// A held shard lock; dropping it unlocks.
+pub struct ShardGuard<'t> {
     table: &'t Table,
-    segment: usize,
+    shard: usize,
 }
 
-impl Drop for SegmentGuard<'_> {
+impl Drop for ShardGuard<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.table.unlock(self.segment, self.table.count(self.segment));
+        self.table.unlock(self.shard, self.table.count(self.shard));
     }
 }
 
 impl Table {
-    /// Locks a segment for writing; waits for a living holder, recovers a dead one.
+    /// Locks a shard for writing; waits for a living holder, recovers a dead one.
     #[inline]
-    pub fn lock(&self, thread: &ThreadRef<'_>, segment: usize) -> SegmentGuard<'_> {
-        self.lock_as(thread.owner(), segment);
-        SegmentGuard { table: self, segment }
+    pub fn lock(&self, thread: &ThreadRef<'_>, shard: usize) -> ShardGuard<'_> {
+        self.lock_as(thread.owner(), shard);
+        ShardGuard { table: self, shard }
     }
 
-    /// Locks a segment for thread record `owner`, the calling thread's, and returns how many entries the segment has.
+    /// Locks a shard for thread record `owner`, the calling thread's, and returns how many entries the shard has.
     /// [`Table::unlock`] must follow.
     #[inline(always)]
-    pub(super) fn lock_as(&self, owner: u64, segment: usize) -> u64 {
-        let lock = self.lock_word(segment);
+    pub(super) fn lock_as(&self, owner: u64, shard: usize) -> u64 {
+        let lock = self.lock_word(shard);
         let mine = owner << OWNER_SHIFT;
         let mut seen = lock.load(Ordering::Relaxed);
         if seen >> OWNER_SHIFT != 0
@@ -48,16 +48,16 @@ impl Table {
         seen
     }
 
-    /// Unlocks a segment that has `count` entries now.
+    /// Unlocks a shard that has `count` entries now.
     #[inline(always)]
-    pub(super) fn unlock(&self, segment: usize, count: u64) {
+    pub(super) fn unlock(&self, shard: usize, count: u64) {
         point();
-        self.lock_word(segment).store(count, Ordering::Release);
+        self.lock_word(shard).store(count, Ordering::Release);
     }
 
     /// A lock taken by [`Table::lock_as`].
-    pub(super) fn held(&self, segment: usize) -> SegmentGuard<'_> {
-        SegmentGuard { table: self, segment }
+    pub(super) fn held(&self, shard: usize) -> ShardGuard<'_> {
+        ShardGuard { table: self, shard }
     }
 
     #[cold]
@@ -83,25 +83,25 @@ impl Table {
         }
     }
 
-    pub(super) fn try_lock(&self, thread: &ThreadRef<'_>, segment: usize) -> Option<SegmentGuard<'_>> {
-        let lock = self.lock_word(segment);
+    pub(super) fn try_lock(&self, thread: &ThreadRef<'_>, shard: usize) -> Option<ShardGuard<'_>> {
+        let lock = self.lock_word(shard);
         let seen = lock.load(Ordering::Relaxed);
         let mine = thread.owner() << OWNER_SHIFT;
         let free = seen >> OWNER_SHIFT == 0
             && lock.compare_exchange(seen, seen | mine, Ordering::Acquire, Ordering::Relaxed).is_ok();
         // Constructed only if this thread holds the lock, because dropping it unlocks.
-        free.then(|| SegmentGuard { table: self, segment })
+        free.then(|| ShardGuard { table: self, shard })
     }
 
-    /// Entries of a segment.
+    /// Entries of a shard.
     #[inline]
-    pub fn count(&self, segment: usize) -> u64 {
-        self.lock_word(segment).load(Ordering::Relaxed) & COUNT
+    pub fn count(&self, shard: usize) -> u64 {
+        self.lock_word(shard).load(Ordering::Relaxed) & COUNT
     }
 
     #[inline]
-    pub(super) fn add_count(&self, segment: usize, delta: i64) -> u64 {
-        let lock = self.lock_word(segment);
+    pub(super) fn add_count(&self, shard: usize, delta: i64) -> u64 {
+        let lock = self.lock_word(shard);
         let word = lock.load(Ordering::Relaxed).wrapping_add_signed(delta);
         lock.store(word, Ordering::Relaxed);
         word & COUNT

@@ -1,16 +1,16 @@
-//! The table: 4,096 segments of buckets, each grown on its own.
+//! The table: 4,096 shards of buckets, each grown on its own.
 //!
-//! The high 12 bits of a hash choose a segment: one entry of a directory of
-//! 32 KiB, which stays in the cache. A segment is an array of buckets of any
-//! length, and other bits of the hash name two of them as the *candidate buckets*
-//! of an entry (`candidate_buckets.rs`): it lies in one of them, and nowhere else.
+//! The high 12 bits of a hash choose a shard: one entry of a directory of
+//! 32 KiB, which stays in the cache. A shard is an array of buckets of any
+//! length, and other bits of the hash name two of them as the *home buckets*
+//! of an entry (`home_buckets.rs`): it lies in one of them, and nowhere else.
 //! A lookup prefetches both together and compares all their slots in one step, so
 //! no lookup waits twice, and all lookups cost the same.
 //!
-//! Writers of a segment exclude each other by a lock word that names the holder's
+//! Writers of a shard exclude each other by a lock word that names the holder's
 //! thread record, so a lock of a killed holder is recognised and taken over
 //! (`recover.rs`). Readers take no lock: a value they read is valid if the bucket's
-//! header and the segment's directory entry are unchanged afterwards; the absence
+//! header and the shard's directory entry are unchanged afterwards; the absence
 //! of a key is valid if both buckets' headers are.
 //! The arena never unmaps, so a late read returns garbage. On a tmpfs it may read
 //! a hole, which allocates a page, or faults if none is left: hence hazards for
@@ -18,49 +18,49 @@
 //! lengths, a key) are short: to meet a hole, a reader must be stopped exactly
 //! there until the memory was freed, given back and the system ran out of pages.
 //!
-//! There is no global growth. A segment grows when it is full, and, so that
-//! memory stays dense, inserts also pass over the segments in order and
+//! There is no global growth. A shard grows when it is full, and, so that
+//! memory stays dense, inserts also pass over the shards in order and
 //! rebuild those that will be full soon: freed blocks are then neighbours and
 //! their memory is used again.
 
 mod arena_access;
 mod bucket_pair;
-mod candidate_buckets;
 mod copy;
 mod displacement;
 mod grow;
+mod home_buckets;
 mod lock;
 mod read;
 mod write;
 
-pub use candidate_buckets::Candidates;
+pub use home_buckets::Homes;
 pub use read::{Lookup, Probe, Sink};
 pub use write::Change;
 
 use crate::bucket::{BUCKET_BYTES, Bucket, Kind, REMAINDER_BITS, SLOTS};
 use crate::hash::Hasher;
-use crate::record::Record;
+use crate::overflow_record::OverflowRecord;
 use crate::wide;
 use llds::arena::{Arena, CachedThread};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const _: () = assert!(size_of::<Bucket>() == BUCKET_BYTES);
 
-/// Segments of a table.
-pub const SEGMENTS: usize = 1 << (64 - REMAINDER_BITS);
+/// Shards of a table.
+pub const SHARDS: usize = 1 << (64 - REMAINDER_BITS);
 
 /// Arrays lie at multiples of a line.
 const LINE_BYTES: u64 = 64;
 const OFFSET_BITS: u32 = 34;
 const COUNT_BITS: u32 = 18;
-/// Set for good when a key of this segment was stored under its second hash.
+/// Set for good when a key of this shard was stored under its second hash.
 const FLOODED: u64 = 1 << 52;
 const GENERATION: u64 = 1 << 54;
 
 /// Offsets that a directory entry can name lie below this: 1 TiB.
 pub const OFFSETS_END: u64 = LINE_BYTES << OFFSET_BITS;
 
-/// A directory entry: where a segment's buckets are and how many.
+/// A directory entry: where a shard's buckets are and how many.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Dir(pub u64);
 
@@ -93,7 +93,7 @@ impl Dir {
     }
 }
 
-/// The position of an entry, found under its segment's lock.
+/// The position of an entry, found under its shard's lock.
 #[derive(Clone, Copy)]
 pub struct Place {
     pub bucket: usize,
@@ -105,18 +105,18 @@ pub struct Place {
 /// A key's hash, taken apart.
 #[derive(Clone, Copy)]
 pub struct Spot {
-    pub segment: usize,
+    pub shard: usize,
     pub remainder: u64,
 }
 
 impl Spot {
     #[inline]
     pub fn of(hash: u64) -> Spot {
-        Spot { segment: (hash >> REMAINDER_BITS) as usize, remainder: hash & ((1 << REMAINDER_BITS) - 1) }
+        Spot { shard: (hash >> REMAINDER_BITS) as usize, remainder: hash & ((1 << REMAINDER_BITS) - 1) }
     }
 
     pub fn hash(self) -> u64 {
-        (self.segment as u64) << REMAINDER_BITS | self.remainder
+        (self.shard as u64) << REMAINDER_BITS | self.remainder
     }
 }
 
@@ -140,7 +140,7 @@ unsafe impl Send for Table {}
 unsafe impl Sync for Table {}
 
 impl Table {
-    /// `dir` and `locks` are the first of [`SEGMENTS`] words each.
+    /// `dir` and `locks` are the first of [`SHARDS`] words each.
     pub fn new(arena: Arena, words: [*mut u8; 3], hasher: Hasher) -> Table {
         let [dir, locks, cursor] = words.map(|at| at.cast::<AtomicU64>().cast_const());
         let base = arena.at(0).cast_const();
@@ -149,24 +149,24 @@ impl Table {
     }
 
     #[inline]
-    pub fn dir_word(&self, segment: usize) -> &AtomicU64 {
-        debug_assert!(segment < SEGMENTS);
-        // SAFETY: `new` got the first of SEGMENTS directory words; the mask keeps the index below SEGMENTS.
-        unsafe { &*self.dir.add(segment & (SEGMENTS - 1)) }
+    pub fn dir_word(&self, shard: usize) -> &AtomicU64 {
+        debug_assert!(shard < SHARDS);
+        // SAFETY: `new` got the first of SHARDS directory words; the mask keeps the index below SHARDS.
+        unsafe { &*self.dir.add(shard & (SHARDS - 1)) }
     }
 
     #[inline]
-    pub fn lock_word(&self, segment: usize) -> &AtomicU64 {
-        // SAFETY: `new` got the first of SEGMENTS lock words; the mask keeps the index below SEGMENTS.
-        unsafe { &*self.locks.add(segment & (SEGMENTS - 1)) }
+    pub fn lock_word(&self, shard: usize) -> &AtomicU64 {
+        // SAFETY: `new` got the first of SHARDS lock words; the mask keeps the index below SHARDS.
+        unsafe { &*self.locks.add(shard & (SHARDS - 1)) }
     }
 
     #[inline]
-    pub fn dir(&self, segment: usize, order: Ordering) -> Dir {
-        Dir(self.dir_word(segment).load(order))
+    pub fn dir(&self, shard: usize, order: Ordering) -> Dir {
+        Dir(self.dir_word(shard).load(order))
     }
 
-    /// The bucket `index` of the segment at `dir`. `index` is below its count.
+    /// The bucket `index` of the shard at `dir`. `index` is below its count.
     #[inline]
     pub fn bucket(&self, dir: Dir, index: usize) -> &Bucket {
         let at = self.base.wrapping_add(dir.offset() as usize + index * BUCKET_BYTES);
@@ -176,24 +176,24 @@ impl Table {
         unsafe { &*at.cast::<Bucket>() }
     }
 
-    /// Returns true if each segment lies inside the arena, whatever the file contains: no later code checks it again.
+    /// Returns true if each shard lies inside the arena, whatever the file contains: no later code checks it again.
     pub fn is_directory_sound(&self) -> bool {
         let range = self.arena.data_range();
-        (0..SEGMENTS).all(|segment| self.dir(segment, Ordering::Acquire).lies_in(&range))
+        (0..SHARDS).all(|shard| self.dir(shard, Ordering::Acquire).lies_in(&range))
     }
 
-    /// Returns true if no segment is locked or counts more entries than it has slots. Exact only while no thread writes.
+    /// Returns true if no shard is locked or counts more entries than it has slots. Exact only while no thread writes.
     pub fn are_locks_sound(&self) -> bool {
-        (0..SEGMENTS).all(|segment| {
-            let capacity = self.dir(segment, Ordering::Acquire).buckets() * SLOTS;
+        (0..SHARDS).all(|shard| {
+            let capacity = self.dir(shard, Ordering::Acquire).buckets() * SLOTS;
             // A held lock has its owner in the high bits, so it is a larger number than any count.
-            self.lock_word(segment).load(Ordering::Acquire) <= capacity as u64
+            self.lock_word(shard).load(Ordering::Acquire) <= capacity as u64
         })
     }
 
-    /// Calls `visit` with the entries of a segment, in no order, under its lock.
-    pub fn each_in(&self, segment: usize, mut visit: impl FnMut(Place, u64)) {
-        let dir = self.dir(segment, Ordering::Relaxed);
+    /// Calls `visit` with the entries of a shard, in no order, under its lock.
+    pub fn each_in(&self, shard: usize, mut visit: impl FnMut(Place, u64)) {
+        let dir = self.dir(shard, Ordering::Relaxed);
         for index in 0..dir.buckets() {
             let bucket = self.bucket(dir, index);
             let head = bucket.head(Ordering::Relaxed);
@@ -205,13 +205,13 @@ impl Table {
     }
 
     /// The key of an entry.
-    pub fn key_of(&self, segment: usize, place: Place, remainder: u64, out: &mut Vec<u8>) {
+    pub fn key_of(&self, shard: usize, place: Place, remainder: u64, out: &mut Vec<u8>) {
         if place.kind.is_record() {
-            if let Some(record) = Record::at(&self.arena, place.word) {
+            if let Some(record) = OverflowRecord::at(&self.arena, place.word) {
                 record.copy_key(out);
             }
         } else {
-            out.extend_from_slice(&self.hasher.word_of(Spot { segment, remainder }.hash()));
+            out.extend_from_slice(&self.hasher.word_of(Spot { shard, remainder }.hash()));
         }
     }
 }

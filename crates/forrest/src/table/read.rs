@@ -1,14 +1,14 @@
 //! Reading: lookups that take no lock and write nothing, one at a time and many in flight.
 //!
-//! A value is valid if the bucket's header and the segment's directory entry are
+//! A value is valid if the bucket's header and the shard's directory entry are
 //! the same before and after; the absence of a key is valid if both buckets'
 //! headers are. Otherwise the reader starts over. A key of 8 bytes has a path of
 //! its own ([`Table::read_word`]) that returns in two registers; what it cannot
 //! decide goes to [`Table::read`].
-use super::bucket_pair::{BucketPair, PairSnapshot, prefetch_values};
+use super::bucket_pair::{BucketPair, SeenPair, prefetch_values};
 use super::{Dir, Spot, Table};
 use crate::bucket::{Head, Kind, Mark, SLOTS};
-use crate::record::Record;
+use crate::overflow_record::OverflowRecord;
 use llds::arena::ThreadRef;
 use llds::prefetch;
 use std::hint::select_unpredictable;
@@ -20,7 +20,7 @@ pub trait Sink {
     const READS: bool = true;
 
     fn inline(&mut self, bytes: [u8; 8], length: usize);
-    fn record(&mut self, record: Record<'_>, offset: u64);
+    fn record(&mut self, record: OverflowRecord<'_>, offset: u64);
 }
 
 /// The result of [`Table::read_word`].
@@ -50,10 +50,10 @@ impl Lookup {
         self.hash
     }
 
-    /// What was read of both candidate buckets.
+    /// What was read of both home buckets.
     #[inline(always)]
-    fn snapshot<'t>(&self, pair: BucketPair<'t>) -> PairSnapshot<'t> {
-        PairSnapshot { first: (pair.0, self.heads.0), second: (pair.1, self.heads.1), mask: self.mask }
+    fn seen_pair<'t>(&self, pair: BucketPair<'t>) -> SeenPair<'t> {
+        SeenPair { first: (pair.0, self.heads.0), second: (pair.1, self.heads.1), mask: self.mask }
     }
 }
 
@@ -74,19 +74,19 @@ impl Table {
     #[inline]
     pub fn read_word(&self, hash: u64) -> Probe {
         let spot = Spot::of(hash);
-        let dir = self.dir(spot.segment, Ordering::Acquire);
+        let dir = self.dir(spot.shard, Ordering::Acquire);
         if dir.buckets() == 0 {
             return Probe::Missing;
         }
         let pair = self.pair(dir, spot.remainder);
         // At most one of the two is needed; prefetching both costs less than waiting for the comparison.
         prefetch_values(pair);
-        self.probe_of(spot, dir, self.snapshot(pair, spot.remainder, Ordering::Acquire))
+        self.probe_of(spot, dir, self.seen_pair(pair, spot.remainder, Ordering::Acquire))
     }
 
-    /// Evaluates the candidate buckets of a key of 8 bytes.
+    /// Evaluates the home buckets of a key of 8 bytes.
     #[inline(always)]
-    fn probe_of(&self, spot: Spot, dir: Dir, seen: PairSnapshot<'_>) -> Probe {
+    fn probe_of(&self, spot: Spot, dir: Dir, seen: SeenPair<'_>) -> Probe {
         if seen.mask == 0 {
             let unchanged = self.is_unchanged(spot, dir, seen);
             return if unchanged { Probe::Missing } else { Probe::Unclear };
@@ -95,7 +95,7 @@ impl Table {
         let (mark, value) = (bucket.mark(slot), bucket.words[slot].load(Ordering::Relaxed));
         // Acquire, as in `read_as`: pairs with the release fence before a writer fills a slot.
         fence(Ordering::Acquire);
-        let unchanged = bucket.head(Ordering::Relaxed) == head && self.dir(spot.segment, Ordering::Relaxed) == dir;
+        let unchanged = bucket.head(Ordering::Relaxed) == head && self.dir(spot.shard, Ordering::Relaxed) == dir;
         if mark == Mark::new(Kind::inline(8), spot.remainder) && unchanged {
             return Probe::Inline(value.to_ne_bytes(), 8);
         }
@@ -111,24 +111,24 @@ impl Table {
         }
     }
 
-    /// Returns true if both candidate buckets, and the directory entry, are unchanged since they were read.
+    /// Returns true if both home buckets, and the directory entry, are unchanged since they were read.
     #[inline(always)]
-    fn is_unchanged(&self, spot: Spot, dir: Dir, seen: PairSnapshot<'_>) -> bool {
+    fn is_unchanged(&self, spot: Spot, dir: Dir, seen: SeenPair<'_>) -> bool {
         fence(Ordering::Acquire);
-        seen.is_unchanged() && self.dir(spot.segment, Ordering::Relaxed) == dir
+        seen.is_unchanged() && self.dir(spot.shard, Ordering::Relaxed) == dir
     }
 
-    /// Begins one of many lookups: prefetches the first candidate bucket. Useless prefetches cost many lookups more than a
+    /// Begins one of many lookups: prefetches the first home bucket. Useless prefetches cost many lookups more than a
     /// further step does, so the second bucket is prefetched only after the first was read.
     #[inline]
     pub fn begin_lookup(&self, hash: u64) -> Lookup {
         let spot = Spot::of(hash);
-        let dir = self.dir(spot.segment, Ordering::Acquire);
+        let dir = self.dir(spot.shard, Ordering::Acquire);
         prefetch(self.pair(dir, spot.remainder).0);
         Lookup { dir, hash, ..Lookup::NONE }
     }
 
-    /// Second step of a lookup: reads the first candidate bucket, and prefetches the value or the second bucket.
+    /// Second step of a lookup: reads the first home bucket, and prefetches the value or the second bucket.
     #[inline]
     pub fn probe_first(&self, lookup: &mut Lookup) {
         if lookup.dir.buckets() == 0 {
@@ -142,7 +142,7 @@ impl Table {
         prefetch(select_unpredictable(lookup.mask == 0, std::ptr::from_ref(second), value));
     }
 
-    /// Third step of a lookup: reads the second candidate bucket if the first had no match, and prefetches the value.
+    /// Third step of a lookup: reads the second home bucket if the first had no match, and prefetches the value.
     #[inline]
     pub fn probe_second(&self, lookup: &mut Lookup) {
         if lookup.dir.buckets() == 0 {
@@ -167,9 +167,9 @@ impl Table {
     #[inline]
     pub fn prefetch_record(&self, lookup: &Lookup) {
         if lookup.mask != 0 {
-            let seen = lookup.snapshot(self.pair(lookup.dir, Spot::of(lookup.hash).remainder));
+            let seen = lookup.seen_pair(self.pair(lookup.dir, Spot::of(lookup.hash).remainder));
             let ((bucket, _), slot) = seen.found();
-            Record::prefetch(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
+            OverflowRecord::prefetch(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
         }
     }
 
@@ -181,10 +181,10 @@ impl Table {
             return Probe::Missing;
         }
         // The caller's code ran meanwhile, for any time: if the array is gone, its pages may be too.
-        if self.dir(spot.segment, Ordering::Acquire) != lookup.dir {
+        if self.dir(spot.shard, Ordering::Acquire) != lookup.dir {
             return Probe::Unclear;
         }
-        self.probe_of(spot, lookup.dir, lookup.snapshot(self.pair(lookup.dir, spot.remainder)))
+        self.probe_of(spot, lookup.dir, lookup.seen_pair(self.pair(lookup.dir, spot.remainder)))
     }
 
     /// Passes the value of `key`, with first hash `hash`, to `sink`. Returns false if there is none.
@@ -201,7 +201,7 @@ impl Table {
 
     #[inline]
     fn read_as<S: Sink>(&self, key: &[u8], spot: Spot, record_kind: Kind, sink: &mut S) -> (bool, bool) {
-        let word = self.dir_word(spot.segment);
+        let word = self.dir_word(spot.shard);
         let mut was_late = false;
         'again: loop {
             let dir = Dir(word.load(Ordering::Acquire));
@@ -209,7 +209,7 @@ impl Table {
             if buckets == 0 {
                 return (false, dir.flooded());
             }
-            let mut seen = self.snapshot(self.pair(dir, spot.remainder), spot.remainder, Ordering::Acquire);
+            let mut seen = self.seen_pair(self.pair(dir, spot.remainder), spot.remainder, Ordering::Acquire);
             while seen.mask != 0 {
                 let ((bucket, head), slot) = seen.found();
                 seen.mask &= seen.mask - 1;
@@ -238,9 +238,9 @@ impl Table {
                 if mark.kind() != record_kind {
                     continue;
                 }
-                let record = Record::at(&self.arena, value);
+                let record = OverflowRecord::at(&self.arena, value);
                 if S::READS
-                    && let Some(long) = record.filter(Record::is_long)
+                    && let Some(long) = record.filter(OverflowRecord::is_long)
                     && let Some(_kept) = self.protect(value, was_late)
                 {
                     if !unchanged() {

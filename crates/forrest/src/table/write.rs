@@ -1,4 +1,4 @@
-//! Writing: an entry is set, changed or deleted under its segment's lock.
+//! Writing: an entry is set, changed or deleted under its shard's lock.
 //!
 //! Every change becomes visible to readers by one store, of a bucket's header or
 //! of a value's word. The order of the stores before it lets a late reader detect
@@ -6,19 +6,19 @@
 //! bytes with a short value takes a path of few steps ([`Table::set_word`],
 //! [`Table::delete_word`]), everything else [`Table::modify`].
 
-use super::bucket_pair::{BucketPair, PairSnapshot, prefetch_pair, prefetch_values};
+use super::bucket_pair::{BucketPair, SeenPair, prefetch_pair, prefetch_values};
 use super::grow::is_sparse;
-use super::{Candidates, Dir, FLOODED, GENERATION, Place, Spot, Table};
+use super::{Dir, FLOODED, GENERATION, Homes, Place, Spot, Table};
 use crate::bucket::{Kind, Mark, SLOTS};
 use crate::error::Error;
-use crate::record::{self, Record};
+use crate::overflow_record::{self, OverflowRecord};
 use crate::{KEY_BYTES_MAX, VALUE_BYTES_MAX};
 use llds::arena::ThreadRef;
 use llds::arena::fault::point;
 use llds::prefetch;
 use std::sync::atomic::{Ordering, fence};
 
-/// Keys with the same 64-bit hash in a segment before further ones use their second hash.
+/// Keys with the same 64-bit hash in a shard before further ones use their second hash.
 const SAME_HASH_MAX: usize = 8;
 
 /// A free slot for an entry.
@@ -45,8 +45,8 @@ impl Table {
     #[inline]
     pub fn prefetch_write(&self, hash: u64) {
         let spot = Spot::of(hash);
-        prefetch(self.lock_word(spot.segment));
-        prefetch_pair(self.pair(self.dir(spot.segment, Ordering::Relaxed), spot.remainder));
+        prefetch(self.lock_word(spot.shard));
+        prefetch_pair(self.pair(self.dir(spot.shard, Ordering::Relaxed), spot.remainder));
     }
 
     /// Prefetches the values line that a write of this hash will store to, once the lines of [`Table::prefetch_write`] are
@@ -54,29 +54,29 @@ impl Table {
     #[inline]
     pub fn prefetch_write_values(&self, hash: u64) {
         let spot = Spot::of(hash);
-        let (first, second) = self.pair(self.dir(spot.segment, Ordering::Relaxed), spot.remainder);
+        let (first, second) = self.pair(self.dir(spot.shard, Ordering::Relaxed), spot.remainder);
         let heads = (first.head(Ordering::Relaxed), second.head(Ordering::Relaxed));
-        let seen = PairSnapshot { first: (first, heads.0), second: (second, heads.1), mask: 0 };
+        let seen = SeenPair { first: (first, heads.0), second: (second, heads.1), mask: 0 };
         prefetch(&seen.emptier().0.words);
     }
 
-    /// Locks the segment of a key of 8 bytes and reads its candidate buckets: the common beginning of
-    /// [`Table::set_word`] and [`Table::delete_word`]. Returns the segment's count and the snapshot.
+    /// Locks the shard of a key of 8 bytes and reads its home buckets: the common beginning of
+    /// [`Table::set_word`] and [`Table::delete_word`]. Returns the shard's count and what was seen.
     ///
-    /// `None`, with nothing locked, if the thread's record is not cached, or the segment has no array or another one than
+    /// `None`, with nothing locked, if the thread's record is not cached, or the shard has no array or another one than
     /// `dir`.
     #[inline(always)]
-    fn lock_pair<'t>(&self, spot: Spot, dir: Dir, pair: BucketPair<'t>) -> Option<(u64, PairSnapshot<'t>)> {
+    fn lock_pair<'t>(&self, spot: Spot, dir: Dir, pair: BucketPair<'t>) -> Option<(u64, SeenPair<'t>)> {
         let owner = self.cached_thread.owner()?;
         if dir.buckets() == 0 {
             return None;
         }
-        let count = self.lock_as(owner, spot.segment);
-        if self.dir(spot.segment, Ordering::Relaxed) != dir {
-            self.unlock(spot.segment, count);
+        let count = self.lock_as(owner, spot.shard);
+        if self.dir(spot.shard, Ordering::Relaxed) != dir {
+            self.unlock(spot.shard, count);
             return None;
         }
-        Some((count, self.snapshot(pair, spot.remainder, Ordering::Relaxed)))
+        Some((count, self.seen_pair(pair, spot.remainder, Ordering::Relaxed)))
     }
 
     /// Sets the entry of a key of 8 bytes to a value in a slot: what [`Table::modify`] does, if it takes few steps.
@@ -84,7 +84,7 @@ impl Table {
     #[inline]
     pub fn set_word(&self, hash: u64, kind: Kind, word: u64, prefetched: bool) -> Option<bool> {
         let spot = Spot::of(hash);
-        let dir = self.dir(spot.segment, Ordering::Relaxed);
+        let dir = self.dir(spot.shard, Ordering::Relaxed);
         let pair = self.pair(dir, spot.remainder);
         if !prefetched {
             // All lines that may be written: the stores of one call must complete before the next call's lock is taken.
@@ -98,7 +98,7 @@ impl Table {
             if is_same {
                 bucket.words[slot].store(word, Ordering::Release);
             }
-            self.unlock(spot.segment, count);
+            self.unlock(spot.shard, count);
             return is_same.then_some(true);
         }
         let (bucket, head) = seen.emptier();
@@ -110,19 +110,19 @@ impl Table {
         bucket.fill(head.free_slot(), kind, spot.remainder, word);
         point();
         bucket.head.store(head.filled().0, Ordering::Release);
-        self.unlock(spot.segment, count + 1);
+        self.unlock(spot.shard, count + 1);
         self.inserted(hash, count + 1);
         Some(false)
     }
 
-    /// Continues [`Table::set_word`] if both candidate buckets are full, under the lock.
+    /// Continues [`Table::set_word`] if both home buckets are full, under the lock.
     #[cold]
     #[inline(never)]
     fn set_displacing(&self, hash: u64, dir: Dir, kind: Kind, word: u64) -> Option<bool> {
         let spot = Spot::of(hash);
-        let count = self.count(spot.segment);
-        let Some(free) = self.displace(dir, Candidates::of(spot.remainder, dir.buckets())) else {
-            self.unlock(spot.segment, count);
+        let count = self.count(spot.shard);
+        let Some(free) = self.displace(dir, Homes::of(spot.remainder, dir.buckets())) else {
+            self.unlock(spot.shard, count);
             return None;
         };
         let bucket = self.bucket(dir, free.bucket);
@@ -130,7 +130,7 @@ impl Table {
         bucket.fill(free.slot, kind, spot.remainder, word);
         point();
         bucket.head.store(bucket.head(Ordering::Relaxed).with(free.slot).0, Ordering::Release);
-        self.unlock(spot.segment, count + 1);
+        self.unlock(spot.shard, count + 1);
         self.inserted(hash, count + 1);
         Some(false)
     }
@@ -139,26 +139,26 @@ impl Table {
     #[inline]
     pub fn delete_word(&self, hash: u64) -> Option<bool> {
         let spot = Spot::of(hash);
-        let dir = self.dir(spot.segment, Ordering::Relaxed);
+        let dir = self.dir(spot.shard, Ordering::Relaxed);
         let pair = self.pair(dir, spot.remainder);
         prefetch_pair(pair);
         let (count, seen) = self.lock_pair(spot, dir, pair)?;
         if seen.mask == 0 {
-            self.unlock(spot.segment, count);
+            self.unlock(spot.shard, count);
             return Some(false);
         }
         let ((bucket, head), slot) = seen.found();
         let mark = bucket.mark(slot);
         if !mark.fits(spot.remainder) || mark.kind().is_record() {
-            self.unlock(spot.segment, count);
+            self.unlock(spot.shard, count);
             return None;
         }
         bucket.head.store(head.without(slot).0, Ordering::Release);
         point();
         if is_sparse(count - 1, dir.buckets()) {
-            self.shrink_word(spot.segment);
+            self.shrink_word(spot.shard);
         } else {
-            self.unlock(spot.segment, count - 1);
+            self.unlock(spot.shard, count - 1);
         }
         self.deleted(hash, count - 1);
         Some(true)
@@ -167,12 +167,12 @@ impl Table {
     /// Ends [`Table::delete_word`] if few entries are left.
     #[cold]
     #[inline(never)]
-    fn shrink_word(&self, segment: usize) {
-        let _held = self.held(segment);
-        self.add_count(segment, -1);
+    fn shrink_word(&self, shard: usize) {
+        let _held = self.held(shard);
+        self.add_count(shard, -1);
         point();
         if let Ok(thread) = self.thread() {
-            self.shrink(&thread, segment);
+            self.shrink(&thread, shard);
         }
     }
 
@@ -190,10 +190,10 @@ impl Table {
         }
         let spot = Spot::of(hash);
         // Prefetch the lines while taking the lock.
-        prefetch_pair(self.pair(self.dir(spot.segment, Ordering::Relaxed), spot.remainder));
+        prefetch_pair(self.pair(self.dir(spot.shard, Ordering::Relaxed), spot.remainder));
         let thread = self.thread()?;
-        let held = self.lock(&thread, spot.segment);
-        let dir = self.dir(spot.segment, Ordering::Relaxed);
+        let held = self.lock(&thread, spot.shard);
+        let dir = self.dir(spot.shard, Ordering::Relaxed);
         let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
         if place.is_none() && key.len() != 8 && (dir.flooded() || same >= SAME_HASH_MAX) {
             drop(held);
@@ -207,7 +207,7 @@ impl Table {
         Ok(place.is_some())
     }
 
-    /// [`Table::modify`] when the key's first segment has keys under their second hash, or must get one.
+    /// [`Table::modify`] when the key's first shard has keys under their second hash, or must get one.
     #[cold]
     fn modify_flooded<'v>(
         &self,
@@ -217,16 +217,16 @@ impl Table {
         decide: impl FnOnce(Option<&[u8]>) -> Result<Change<'v>, Error>,
     ) -> Result<bool, Error> {
         let second = Spot::of(self.hasher.second(key));
-        // Two locks, always in ascending order; one if both hashes lead to the same segment.
-        let low = self.lock(thread, spot.segment.min(second.segment));
-        let high = (spot.segment != second.segment).then(|| self.lock(thread, spot.segment.max(second.segment)));
-        let dir = self.dir(spot.segment, Ordering::Relaxed);
+        // Two locks, always in ascending order; one if both hashes lead to the same shard.
+        let low = self.lock(thread, spot.shard.min(second.shard));
+        let high = (spot.shard != second.shard).then(|| self.lock(thread, spot.shard.max(second.shard)));
+        let dir = self.dir(spot.shard, Ordering::Relaxed);
         let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
         let existed = if place.is_some() {
             self.apply(thread, spot, Kind::RECORD, key, place, decide)?;
             true
         } else {
-            let other = self.dir(second.segment, Ordering::Relaxed);
+            let other = self.dir(second.shard, Ordering::Relaxed);
             let (place, _) = self.find(other, key, second.remainder, Kind::SECOND);
             if place.is_none() && same < SAME_HASH_MAX {
                 self.apply(thread, spot, Kind::RECORD, key, None, decide)?;
@@ -235,7 +235,7 @@ impl Table {
                 if !dir.flooded() {
                     // Marked before the key is inserted, so that no reader misses the key.
                     let flooded = Dir(dir.0 | FLOODED).0.wrapping_add(GENERATION);
-                    self.dir_word(spot.segment).store(flooded, Ordering::Release);
+                    self.dir_word(spot.shard).store(flooded, Ordering::Release);
                     point();
                 }
                 self.apply(thread, second, Kind::SECOND, key, place, decide)?;
@@ -247,21 +247,21 @@ impl Table {
         Ok(existed)
     }
 
-    /// Finds the entry of `key` under the segment's lock; also how many other keys have its hash.
+    /// Finds the entry of `key` under the shard's lock; also how many other keys have its hash.
     #[inline]
     fn find(&self, dir: Dir, key: &[u8], remainder: u64, record_kind: Kind) -> (Option<Place>, usize) {
         let buckets = dir.buckets();
         if buckets == 0 {
             return (None, 0);
         }
-        let candidates = Candidates::of(remainder, buckets);
-        let mut seen = self.snapshot(self.pair(dir, remainder), remainder, Ordering::Relaxed);
-        if candidates.first == candidates.second {
+        let homes = Homes::of(remainder, buckets);
+        let mut seen = self.seen_pair(self.pair(dir, remainder), remainder, Ordering::Relaxed);
+        if homes.first == homes.second {
             seen.mask &= (1 << SLOTS) - 1;
         }
         let mut same = 0;
         while seen.mask != 0 {
-            let index = if seen.mask.trailing_zeros() < SLOTS as u32 { candidates.first } else { candidates.second };
+            let index = if seen.mask.trailing_zeros() < SLOTS as u32 { homes.first } else { homes.second };
             let ((bucket, _), slot) = seen.found();
             seen.mask &= seen.mask - 1;
             let mark = bucket.mark(slot);
@@ -270,8 +270,8 @@ impl Table {
             }
             let (kind, word) = (mark.kind(), bucket.words[slot].load(Ordering::Relaxed));
             let found = if kind.is_record() {
-                let found =
-                    kind == record_kind && Record::at(&self.arena, word).is_some_and(|record| record.has_key(key));
+                let found = kind == record_kind
+                    && OverflowRecord::at(&self.arena, word).is_some_and(|record| record.has_key(key));
                 same += usize::from(!found && kind == record_kind);
                 found
             } else {
@@ -284,7 +284,7 @@ impl Table {
         (None, same)
     }
 
-    /// Carries out what `decide` says. Returns the segment's count if an entry was added.
+    /// Carries out what `decide` says. Returns the shard's count if an entry was added.
     #[inline]
     fn apply<'v>(
         &self,
@@ -303,8 +303,8 @@ impl Table {
                     inline = place.word.to_ne_bytes();
                     Some(&inline[..length])
                 }
-                // SAFETY: the record is linked, and the segment's lock, held until `decide` returns, keeps it linked.
-                None => Record::at(&self.arena, place.word).map(|record| unsafe { record.value() }),
+                // SAFETY: the record is linked, and the shard's lock, held until `decide` returns, keeps it linked.
+                None => OverflowRecord::at(&self.arena, place.word).map(|record| unsafe { record.value() }),
             },
         };
         let word;
@@ -312,8 +312,8 @@ impl Table {
             Change::Keep => return Ok(None),
             Change::Delete => {
                 if let Some(place) = place {
-                    self.delete(thread, spot.segment, place);
-                    self.deleted(spot.remainder, self.count(spot.segment));
+                    self.delete(thread, spot.shard, place);
+                    self.deleted(spot.remainder, self.count(spot.shard));
                 }
                 return Ok(None);
             }
@@ -332,7 +332,7 @@ impl Table {
             thread.settle_retire();
         }
         done?;
-        Ok(if place.is_none() { Some(self.add_count(spot.segment, 1)) } else { None })
+        Ok(if place.is_none() { Some(self.add_count(spot.shard, 1)) } else { None })
     }
 
     #[inline]
@@ -351,7 +351,7 @@ impl Table {
         if fits {
             bytes[..value.len()].copy_from_slice(value);
         }
-        let mut dir = self.dir(spot.segment, Ordering::Relaxed);
+        let mut dir = self.dir(spot.shard, Ordering::Relaxed);
         if let Some(old) = place
             && old.kind == kind
         {
@@ -375,13 +375,13 @@ impl Table {
         }
         // The slot first: growing and allocating a record both use the thread's single alloc intent.
         let FreeSlot { bucket: index, slot } = loop {
-            let candidates = Candidates::of(spot.remainder, dir.buckets());
-            if let Some(free) = self.free_slot_for(dir, candidates, place) {
+            let homes = Homes::of(spot.remainder, dir.buckets());
+            if let Some(free) = self.free_slot_for(dir, homes, place) {
                 break free;
             }
-            if dir.buckets() == 0 || self.displace(dir, candidates).is_none() {
-                self.grow(thread, spot.segment)?;
-                dir = self.dir(spot.segment, Ordering::Relaxed);
+            if dir.buckets() == 0 || self.displace(dir, homes).is_none() {
+                self.grow(thread, spot.shard)?;
+                dir = self.dir(spot.shard, Ordering::Relaxed);
             }
             if place.is_some() {
                 place = self.find(dir, key, spot.remainder, record_kind).0;
@@ -424,17 +424,17 @@ impl Table {
     }
 
     fn new_record(&self, thread: &ThreadRef<'_>, key: &[u8], value: &[u8]) -> Result<u64, Error> {
-        let size = record::record_bytes(key.len(), value.len());
+        let size = overflow_record::record_bytes(key.len(), value.len());
         let offset = self.or_recover(thread, || self.arena.alloc(thread, size))?;
         // SAFETY: `alloc` just returned a block of at least `size` bytes, which no other thread can reach yet.
-        unsafe { record::write(&self.arena, offset, key, value) };
+        unsafe { overflow_record::write(&self.arena, offset, key, value) };
         point();
         Ok(offset)
     }
 
-    /// Removes an entry under the segment's lock.
-    pub fn delete(&self, thread: &ThreadRef<'_>, segment: usize, place: Place) {
-        let dir = self.dir(segment, Ordering::Relaxed);
+    /// Removes an entry under the shard's lock.
+    pub fn delete(&self, thread: &ThreadRef<'_>, shard: usize, place: Place) {
+        let dir = self.dir(shard, Ordering::Relaxed);
         let bucket = self.bucket(dir, place.bucket);
         let record = place.kind.is_record();
         if record {
@@ -447,37 +447,37 @@ impl Table {
             self.arena.retire(thread, place.word);
             point();
         }
-        let count = self.add_count(segment, -1);
+        let count = self.add_count(shard, -1);
         point();
         if is_sparse(count, dir.buckets()) {
-            self.shrink(thread, segment);
+            self.shrink(thread, shard);
         }
     }
 
-    /// Deletes every entry of a segment, one by one, so that a death in between loses none of their memory, and then its
+    /// Deletes every entry of a shard, one by one, so that a death in between loses none of their memory, and then its
     /// array.
-    pub fn clear_segment(&self, thread: &ThreadRef<'_>, segment: usize) -> u64 {
-        let _held = self.lock(thread, segment);
+    pub fn clear_shard(&self, thread: &ThreadRef<'_>, shard: usize) -> u64 {
+        let _held = self.lock(thread, shard);
         let mut cleared = 0;
-        while self.count(segment) > 0 {
+        while self.count(shard) > 0 {
             let mut places = Vec::new();
-            self.each_in(segment, |place, _| places.push(place));
+            self.each_in(shard, |place, _| places.push(place));
             if places.is_empty() {
                 break;
             }
-            let dir = self.dir(segment, Ordering::Relaxed);
+            let dir = self.dir(shard, Ordering::Relaxed);
             for place in places {
-                if self.dir(segment, Ordering::Relaxed) != dir {
+                if self.dir(shard, Ordering::Relaxed) != dir {
                     // A delete shrank the array: collect the positions again.
                     break;
                 }
-                self.delete(thread, segment, place);
+                self.delete(thread, shard, place);
                 cleared += 1;
             }
         }
         // An array that `reserve` made and no entry uses.
-        if self.count(segment) == 0 && self.dir(segment, Ordering::Relaxed).buckets() != 0 {
-            self.shrink(thread, segment);
+        if self.count(shard) == 0 && self.dir(shard, Ordering::Relaxed).buckets() != 0 {
+            self.shrink(thread, shard);
         }
         cleared
     }

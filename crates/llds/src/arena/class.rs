@@ -9,7 +9,7 @@
 /// Small under `--cfg pagefold_stress`, so that spans fill, empty and move in every run.
 pub const SPAN_BYTES: usize = if cfg!(pagefold_stress) { 64 << 10 } else { 512 << 10 };
 
-/// Bytes of a tile. A split span is cut into tiles, and a run of tiles holds blocks of one class: in a small arena whole spans
+/// Bytes of a tile. A split span is cut into tiles, and a slab of tiles holds blocks of one class: in a small arena whole spans
 /// would be mostly empty.
 pub const TILE_BYTES: usize = 4096;
 
@@ -109,8 +109,8 @@ pub static CUTS: [Cut; LOG] = {
     cuts
 };
 
-/// Tiles of a run for every class below [`LOG`]: the fewest of which blocks leave at most an eighth unused.
-pub const RUN_TILES: [usize; LOG] = {
+/// Tiles of a slab for every class below [`LOG`]: the fewest of which blocks leave at most an eighth unused.
+pub const SLAB_TILES: [usize; LOG] = {
     let mut tiles = [0; LOG];
     let mut class = 1;
     while class < LOG {
@@ -128,12 +128,12 @@ pub const RUN_TILES: [usize; LOG] = {
     tiles
 };
 
-/// The cut of a run for every class below [`LOG`].
-pub static RUN_CUTS: [Cut; LOG] = {
+/// The cut of a slab for every class below [`LOG`].
+pub static SLAB_CUTS: [Cut; LOG] = {
     let mut cuts = [Cut { block_bytes: 1, first: 0, count: 0, words: 1 }; LOG];
     let mut class = 1;
     while class < LOG {
-        cuts[class] = cut_of(RUN_TILES[class] * TILE_BYTES, class_bytes(class));
+        cuts[class] = cut_of(SLAB_TILES[class] * TILE_BYTES, class_bytes(class));
         class += 1;
     }
     cuts
@@ -161,9 +161,9 @@ mod tests {
     }
 
     #[test]
-    fn cuts_fit_their_span_or_run() {
+    fn cuts_fit_their_span_or_slab() {
         for class in 1..LOG {
-            for (cut, bytes) in [(&CUTS[class], SPAN_BYTES), (&RUN_CUTS[class], RUN_TILES[class] * TILE_BYTES)] {
+            for (cut, bytes) in [(&CUTS[class], SPAN_BYTES), (&SLAB_CUTS[class], SLAB_TILES[class] * TILE_BYTES)] {
                 let used = cut.count as usize * cut.block_bytes as usize;
                 assert!(cut.first as usize + used <= bytes);
                 assert!(cut.count as usize <= cut.words as usize * 64);
@@ -173,7 +173,7 @@ mod tests {
                     "class {class}: {used} of {bytes}"
                 );
             }
-            assert!(CUTS[class].count >= 2 && RUN_TILES[class] <= TILES);
+            assert!(CUTS[class].count >= 2 && SLAB_TILES[class] <= TILES);
         }
     }
 }

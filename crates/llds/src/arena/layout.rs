@@ -65,8 +65,8 @@ pub(super) struct Header {
     /// Spans that are not free; a hint, counted again after each death.
     pub(super) used: AtomicU64,
     _pad_used: [u64; 7],
-    /// Tiles in runs of each class; a hint, counted again after each death.
-    pub(super) run_tiles: [AtomicU32; CLASS_COUNT],
+    /// Tiles in slabs of each class; a hint, counted again after each death.
+    pub(super) slab_tiles: [AtomicU32; CLASS_COUNT],
 }
 
 const _: () = assert!(size_of::<Header>() <= 4096);

@@ -882,7 +882,7 @@ fn extents_of_a_dead_thread_are_filled_further() {
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn spans_hidden_by_a_death_are_used_before_the_limit() {
-    // A class has runs in an arena that is nearly empty, and whole spans where many are in use.
+    // A class has slabs in an arena that is nearly empty, and whole spans where many are in use.
     for (used, hidden_min) in [(0, 0), (16, 2)] {
         hide_spans(used, hidden_min);
     }
@@ -1180,7 +1180,7 @@ fn allocate(arena: &Arena, size: usize, count: usize) -> Vec<u64> {
 
 #[test]
 fn an_arena_takes_little_more_than_its_blocks() {
-    // One block of each class, then so many that runs and whole spans hold them.
+    // One block of each class, then so many that slabs and whole spans hold them.
     for count in [1, 10, 300] {
         let arena = Arena::private(&Options { capacity_bytes: 1 << 30, ..small() }).unwrap();
         let sizes = (1..class::LOG).map(class_bytes).filter(|size| size * count < 8 << 20);
@@ -1210,7 +1210,7 @@ fn an_empty_arena_takes_less_than_a_mebibyte() {
 #[test]
 fn units_of_idle_threads_are_taken_back_under_pressure() {
     let arena = &Arena::private(&Options { capacity_bytes: 8 * SPAN_BYTES as u64, ..small() }).unwrap();
-    // Runs with room, and an empty one, of a thread that lives on.
+    // Slabs with room, and an empty one, of a thread that lives on.
     std::thread::scope(|scope| {
         let (tell, told) = std::sync::mpsc::channel();
         let (go_on, going) = std::sync::mpsc::channel::<()>();
@@ -1232,7 +1232,7 @@ fn units_of_idle_threads_are_taken_back_under_pressure() {
         }
         thread.settle_alloc();
         let beside = |block: &&(u64, usize)| block.1 == 1000 && block.0 / 4096 == ours[0].0 / 4096;
-        assert_eq!(blocks.iter().filter(beside).count(), 3, "the idle thread's run is not used");
+        assert_eq!(blocks.iter().filter(beside).count(), 3, "the idle thread's slab is not used");
         assert_eq!(arena.stats().spans.kept_bytes, 0);
         // What is freed now, the idle thread finds.
         let (gone, left): (Vec<_>, Vec<_>) = blocks.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
@@ -1305,7 +1305,7 @@ fn blocks_stay_whole_while_threads_take_units_from_each_other() {
     arena.alloc(&thread, 6 * SPAN_BYTES).unwrap();
 }
 
-/// A process dies at each store while it splits a span, allocates and frees runs, makes the span whole again, and takes units
+/// A process dies at each store while it splits a span, allocates and frees slabs, makes the span whole again, and takes units
 /// back from others; nothing is lost but the one block that its intent does not name any more.
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
@@ -1320,10 +1320,10 @@ fn a_death_among_runs_loses_at_most_one_block() {
         arena.inner.deregister(thread.owner, Some(Instant::now()));
     };
     for point in 1.. {
-        let (path, file) = temp("runs");
+        let (path, file) = temp("slabs");
         let arena = Arena::create(file, &small()).unwrap();
         let thread = arena.thread().unwrap();
-        // Runs that this living thread owns, from which the other process takes.
+        // Slabs that this living thread owns, from which the other process takes.
         let ours: Vec<u64> = [1000, 500, 3000].iter().flat_map(|&size| allocate(&arena, size, 1)).collect();
         let died = fault::dies(point, || {
             work(&Arena::open_path(&path.0, 0, Pages::Auto).unwrap());

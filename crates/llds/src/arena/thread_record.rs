@@ -61,7 +61,7 @@ pub struct ThreadRecord {
     pub(super) owned_bytes: AtomicU64,
     _pad: u64,
     pub(super) hazards: [AtomicU64; HAZARDS],
-    /// Unit (span or run) owned per class, plus one; 0 is none. Another thread may have taken it back since: the unit's `meta`
+    /// Unit (span or slab) owned per class, plus one; 0 is none. Another thread may have taken it back since: the unit's `meta`
     /// word is the truth.
     pub(super) owned_spans: [AtomicU32; CLASS_COUNT],
     /// Bitmap word per class at which the last block was found.

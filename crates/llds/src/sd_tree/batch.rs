@@ -12,13 +12,13 @@ const IN_FLIGHT: usize = 32;
 impl SdTree {
     #[inline(always)]
     fn prefetch_bucket(&self, fingerprint: u64) {
-        self.memory.prefetch(Self::bucket_line(fingerprint, self.segment_bits(fingerprint)));
+        self.memory.prefetch(Self::bucket_line(fingerprint, self.section_bits(fingerprint)));
     }
 
     /// Prefetches the child that the search will visit, if it will visit one.
     #[inline(always)]
     fn prefetch_child(&self, fingerprint: u64) -> bool {
-        let level = self.segment_bits(fingerprint);
+        let level = self.section_bits(fingerprint);
         let line = Self::bucket_line(fingerprint, level);
         let control = self.memory.load_control(line);
         if control.has(Control::FROZEN) {
@@ -81,7 +81,7 @@ impl SdTree {
     /// The part of a search that its first line answers; `Again` for all else.
     #[inline(always)]
     fn first_line(&self, fingerprint: u64) -> Attempt {
-        let level = self.segment_bits(fingerprint);
+        let level = self.section_bits(fingerprint);
         let line = Self::bucket_line(fingerprint, level);
         let control = self.memory.load_control(line);
         if control.0 == 0 || control.has(Control::FROZEN | Control::MOVING) {

@@ -4,7 +4,7 @@
 //! node has changed meanwhile they look again; if the key may belong to another
 //! node now, they restart at the bucket.
 
-use super::stop_points::{Point, stop_here};
+use super::sync_points::{Point, sync_here};
 use super::word::{self, Control, State, VALUE_BITS, VALUE_MAX};
 use super::{Full, SdTree, grow, header};
 use crate::epoch;
@@ -118,9 +118,9 @@ impl SdTree {
             if !self.memory.change(line, control, claimed) {
                 return Next::Again;
             }
-            stop_here(Point::Claimed);
+            sync_here(Point::Claimed);
             self.memory.slot(line, slot).store(word::leaf(fingerprint, level, value), Ordering::Release);
-            stop_here(Point::Written);
+            sync_here(Point::Written);
             match self.commit(line, claimed, slot, fingerprint, level, is_same) {
                 Commit::Done => Next::Done(Ok(None)),
                 Commit::Exists(existing) => Next::Done(Ok(Some(existing))),

@@ -1,6 +1,6 @@
 //! Children: splitting a full node, and the life of a child's line.
 
-use super::stop_points::{Point, stop_here};
+use super::sync_points::{Point, sync_here};
 use super::word::{self, Control, SLOTS, State};
 use super::{DEPTH_MAX, Full, SdTree, header};
 use crate::epoch;
@@ -60,7 +60,7 @@ impl SdTree {
         debug_assert!(control.link(half).is_none(), "leaves of a linked half are in its child");
         let moving = control.with(Control::MOVING).set_link(half, Some(slot)).next_version();
         if self.memory.change(line, control, moving) {
-            stop_here(Point::Moving);
+            sync_here(Point::Moving);
             self.finish_move(line, moving);
         }
         Ok(())
@@ -110,7 +110,7 @@ impl SdTree {
             if link.compare_exchange(first, child, Ordering::AcqRel, Ordering::Acquire).is_err() {
                 self.free_child(child);
             } else {
-                stop_here(Point::Linked);
+                sync_here(Point::Linked);
             }
         }
         self.memory.change(line, control, next);

@@ -3,7 +3,7 @@
 //! A thread with an epoch slot below `OWN_COUNTS` counts in a line that only it writes; all
 //! other threads share one line. Sums are exact while no thread changes the tree.
 
-use super::{OWN_COUNTS, SEGMENTS, SdTree, header};
+use super::{OWN_COUNTS, SECTIONS, SdTree, header};
 use crate::epoch;
 use crate::line_memory::LINE_BYTES;
 use crate::primitive::Ordering;
@@ -19,7 +19,7 @@ pub struct Stats {
     pub child_count: u64,
     /// Bytes of memory in use: buckets, children (free ones too) and the tree's own words.
     pub memory_bytes: u64,
-    /// Leading key bits that choose the bucket in the smallest and the largest segment.
+    /// Leading key bits that choose the bucket in the smallest and the largest section.
     pub level_min: u32,
     /// See `level_min`.
     pub level_max: u32,
@@ -50,8 +50,8 @@ impl SdTree {
         let children_ever = self.shared(header::CHILDREN).load(Ordering::Relaxed);
         let children_free = self.shared(header::FREE_COUNT).load(Ordering::Relaxed);
         let (mut level_min, mut level_max) = (u32::MAX, 0);
-        for segment in 0..SEGMENTS {
-            let bits = self.segment_word(segment).load(Ordering::Relaxed) as u32;
+        for section in 0..SECTIONS {
+            let bits = self.section_word(section).load(Ordering::Relaxed) as u32;
             level_min = level_min.min(bits);
             level_max = level_max.max(bits);
         }

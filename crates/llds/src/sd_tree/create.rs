@@ -6,7 +6,7 @@
 
 use super::word::SLOTS;
 use super::{
-    BITS_MAX, DENSE_LOAD_TENTHS, DOUBLINGS_MAX, FIRST_BITS_MIN, LOAD_TENTHS, SEGMENT_BITS, SEGMENTS, SdTree, header,
+    BITS_MAX, DENSE_LOAD_TENTHS, DOUBLINGS_MAX, FIRST_BITS_MIN, LOAD_TENTHS, SECTION_BITS, SECTIONS, SdTree, header,
 };
 #[cfg(not(loom))]
 use crate::line_memory::LINE_BYTES;
@@ -15,7 +15,7 @@ use crate::primitive::Ordering;
 use std::io;
 
 /// "pagefold SD 4": refuses memory that is not a tree, or one with other constants.
-const MAGIC: u64 = 0x7066_5344_0004_0000 | (SLOTS as u64) << 8 | SEGMENT_BITS as u64;
+const MAGIC: u64 = 0x7066_5344_0004_0000 | (SLOTS as u64) << 8 | SECTION_BITS as u64;
 
 impl SdTree {
     /// Makes an empty tree that holds `capacity` leaves without growing and 10^4 times as many with it.
@@ -111,7 +111,7 @@ impl SdTree {
         let (ahead, load_tenths) = (geometry >> 16 & 0xffff, geometry >> 32);
         let sane = (FIRST_BITS_MIN..=BITS_MAX).contains(&first_bits)
             && (first_bits..=BITS_MAX.min(first_bits + DOUBLINGS_MAX)).contains(&max_bits)
-            && ahead < SEGMENTS
+            && ahead < SECTIONS
             && [LOAD_TENTHS, DENSE_LOAD_TENTHS].contains(&load_tenths)
             && Self::line_count(max_bits) == lines;
         if !sane {
@@ -120,12 +120,12 @@ impl SdTree {
         Ok(Self { memory, first_bits, ahead, max_bits, load_tenths })
     }
 
-    /// The first array for `capacity` leaves: leading bits, and how many segments start with one bit more.
+    /// The first array for `capacity` leaves: leading bits, and how many sections start with one bit more.
     fn geometry(capacity: u64, load_tenths: u64) -> (u32, u64) {
         let buckets = (capacity * 10).div_ceil(load_tenths).max(1 << FIRST_BITS_MIN);
         let first_bits = buckets.ilog2().min(BITS_MAX - 1);
         let base = 1u64 << first_bits;
-        let ahead = (buckets.min(2 * base - 1) - base).saturating_mul(SEGMENTS) >> first_bits;
+        let ahead = (buckets.min(2 * base - 1) - base).saturating_mul(SECTIONS) >> first_bits;
         (first_bits, ahead)
     }
 
@@ -137,10 +137,10 @@ impl SdTree {
 
     /// Writes the words of an empty tree into memory of zeros.
     fn format(self) -> Self {
-        for segment in 0..SEGMENTS {
-            self.segment_word(segment).store(self.initial_bits(segment).into(), Ordering::Relaxed);
+        for section in 0..SECTIONS {
+            self.section_word(section).store(self.initial_bits(section).into(), Ordering::Relaxed);
         }
-        let buckets = (1 << self.first_bits) + (self.ahead << (self.first_bits - SEGMENT_BITS));
+        let buckets = (1 << self.first_bits) + (self.ahead << (self.first_bits - SECTION_BITS));
         self.shared(header::BUCKETS).store(buckets, Ordering::Relaxed);
         let geometry =
             u64::from(self.first_bits) | u64::from(self.max_bits) << 8 | self.ahead << 16 | self.load_tenths << 32;

@@ -1,11 +1,11 @@
-//! Growing the static part: a segment at a time, by the inserting threads, without stopping any thread.
+//! Growing the static part: a section at a time, by the inserting threads, without stopping any thread.
 //!
 //! Each helper claims different buckets, so that helpers do not repeat work. Buckets that a helper claimed and left undone
 //! are moved by a helper that finds none left to claim, so no thread waits for another.
 
-use super::stop_points::{Point, stop_here};
+use super::sync_points::{Point, sync_here};
 use super::word::{self, Control, SLOTS, State};
-use super::{DOUBLINGS_MAX, SEGMENT_BITS, SEGMENTS, SdTree, header};
+use super::{DOUBLINGS_MAX, SECTION_BITS, SECTIONS, SdTree, header};
 use crate::epoch;
 use crate::primitive::{AtomicU64, Ordering};
 use std::ops::Range;
@@ -31,40 +31,40 @@ const _: () = assert!(DOUBLINGS_MAX <= PART_BITS);
 /// The current growth, packed into one word so that all threads agree on it.
 #[derive(Clone, Copy)]
 struct Growth {
-    segment: u64,
+    section: u64,
     bits: u32,
     position: u64,
 }
 
 impl Growth {
     fn pack(self) -> u64 {
-        (self.segment << 48 | u64::from(self.bits) << 40 | self.position) + 1
+        (self.section << 48 | u64::from(self.bits) << 40 | self.position) + 1
     }
 
     fn unpack(word: u64) -> Option<Self> {
         let word = word.checked_sub(1)?;
-        Some(Self { segment: word >> 48, bits: (word >> 40) as u8 as u32, position: word & ((1 << 40) - 1) })
+        Some(Self { section: word >> 48, bits: (word >> 40) as u8 as u32, position: word & ((1 << 40) - 1) })
     }
 
     /// Returns true if both are the same growth, whatever their positions.
     fn is_same(&self, other: &Growth) -> bool {
-        (self.segment, self.bits) == (other.segment, other.bits)
+        (self.section, self.bits) == (other.section, other.bits)
     }
 
     /// Buckets to be moved.
     fn bucket_count(self) -> u64 {
-        1 << (self.bits - SEGMENT_BITS)
+        1 << (self.bits - SECTION_BITS)
     }
 }
 
-/// Segments that release their parts of the array of `bits` leading bits together: memory is released in whole huge pages.
-fn segments_per_release(bits: u32) -> u64 {
-    (LINES_PER_HUGE_PAGE >> (bits - SEGMENT_BITS)).clamp(1, SEGMENTS)
+/// Sections that release their parts of the array of `bits` leading bits together: memory is released in whole huge pages.
+fn sections_per_release(bits: u32) -> u64 {
+    (LINES_PER_HUGE_PAGE >> (bits - SECTION_BITS)).clamp(1, SECTIONS)
 }
 
 impl SdTree {
-    fn release_word(&self, segment: u64) -> &AtomicU64 {
-        self.memory.word(header::RELEASES + segment / 8, (segment % 8) as usize)
+    fn release_word(&self, section: u64) -> &AtomicU64 {
+        self.memory.word(header::RELEASES + section / 8, (section % 8) as usize)
     }
 
     /// Does a small share of the current growth, and begins one if the tree is loaded. Pinned.
@@ -83,30 +83,30 @@ impl SdTree {
             }
             let Some(growth) = self.next_growth() else { return };
             // A release needs two steps of the clock, so try it several times while the next unit is outgrown.
-            if growth.segment.is_multiple_of((segments_per_release(growth.bits) / TRIES_PER_RELEASE).max(1)) {
+            if growth.section.is_multiple_of((sections_per_release(growth.bits) / TRIES_PER_RELEASE).max(1)) {
                 self.release_arrays();
             }
             let _ = active.compare_exchange(0, growth.pack(), Ordering::AcqRel, Ordering::Relaxed);
         }
     }
 
-    /// The first of the smallest segments, if it may still grow.
+    /// The first of the smallest sections, if it may still grow.
     fn next_growth(&self) -> Option<Growth> {
-        let smallest = (0..SEGMENTS).min_by_key(|&segment| self.segment_word(segment).load(Ordering::Acquire))?;
-        let bits = self.segment_word(smallest).load(Ordering::Acquire) as u32;
-        (bits < self.max_bits).then_some(Growth { segment: smallest, bits, position: 0 })
+        let smallest = (0..SECTIONS).min_by_key(|&section| self.section_word(section).load(Ordering::Acquire))?;
+        let bits = self.section_word(smallest).load(Ordering::Acquire) as u32;
+        (bits < self.max_bits).then_some(Growth { section: smallest, bits, position: 0 })
     }
 
     /// Moves up to `budget` buckets, finishes the growth if they were the last, and returns their number (at least 1).
     fn grow_on(&self, seen: u64, growth: Growth, budget: u64) -> u64 {
         let active = self.shared(header::ACTIVE);
-        let segment = self.segment_word(growth.segment);
-        if segment.load(Ordering::Acquire) != u64::from(growth.bits) {
+        let section = self.section_word(growth.section);
+        if section.load(Ordering::Acquire) != u64::from(growth.bits) {
             // Another thread finished it but has not yet cleared `ACTIVE`.
             let _ = active.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Relaxed);
             return 1;
         }
-        let start = Self::segment_start(growth.segment, growth.bits);
+        let start = Self::section_start(growth.section, growth.bits);
         let (mine, is_claimed) = self.claim(growth, budget);
         let step = (mine.end - mine.start).max(1);
         for position in mine.clone() {
@@ -129,9 +129,9 @@ impl SdTree {
             return step;
         }
         let grown = u64::from(growth.bits) + 1;
-        if segment.compare_exchange(u64::from(growth.bits), grown, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+        if section.compare_exchange(u64::from(growth.bits), grown, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             self.shared(header::BUCKETS).fetch_add(growth.bucket_count(), Ordering::Relaxed);
-            self.release_later(growth.segment, growth.bits);
+            self.release_later(growth.section, growth.bits);
         }
         let _ = active.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Relaxed);
         step
@@ -155,25 +155,25 @@ impl SdTree {
         }
     }
 
-    /// Marks an outgrown array part for release. Parts of the segment that wait already get the same, later stamp.
-    fn release_later(&self, segment: u64, bits: u32) {
+    /// Marks an outgrown array part for release. Parts of the section that wait already get the same, later stamp.
+    fn release_later(&self, section: u64, bits: u32) {
         let part = 1 << (bits - self.first_bits);
         // The clock is read after the word, so the stamp is never older than the one it replaces.
         let noted = |seen: u64| Some(epoch::clock().now() << PART_BITS | seen & PARTS | part);
-        let _ = self.release_word(segment).fetch_update(Ordering::AcqRel, Ordering::Acquire, noted);
+        let _ = self.release_word(section).fetch_update(Ordering::AcqRel, Ordering::Acquire, noted);
     }
 
-    /// The outgrown array parts of a segment that no thread can write any more: one bit each.
-    fn past_parts(&self, segment: u64) -> u64 {
-        let word = self.release_word(segment).load(Ordering::Acquire);
+    /// The outgrown array parts of a section that no thread can write any more: one bit each.
+    fn past_parts(&self, section: u64) -> u64 {
+        let word = self.release_word(section).load(Ordering::Acquire);
         if word & PARTS != 0 && epoch::clock().is_past(word >> PART_BITS) { word & PARTS } else { 0 }
     }
 
     /// Releases the memory of outgrown array parts that no thread can write any more. Costs a system call, and has no effect
     /// before all parts in one huge page are outgrown.
     pub(super) fn release_arrays(&self) {
-        let waiting = |segment| self.release_word(segment).load(Ordering::Acquire) & PARTS;
-        let mut parts = (0..SEGMENTS).fold(0, |parts, segment| parts | waiting(segment));
+        let waiting = |section| self.release_word(section).load(Ordering::Acquire) & PARTS;
+        let mut parts = (0..SECTIONS).fold(0, |parts, section| parts | waiting(section));
         if parts == 0 {
             return;
         }
@@ -181,27 +181,27 @@ impl SdTree {
         while parts != 0 {
             let bits = self.first_bits + parts.trailing_zeros();
             parts &= parts - 1;
-            let group = segments_per_release(bits);
-            for first in (0..SEGMENTS).step_by(group as usize) {
+            let group = sections_per_release(bits);
+            for first in (0..SECTIONS).step_by(group as usize) {
                 self.release_group(first..first + group, bits);
             }
         }
     }
 
-    /// Releases the parts of a group of segments in the array of `bits` leading bits, if all of them may be released.
+    /// Releases the parts of a group of sections in the array of `bits` leading bits, if all of them may be released.
     fn release_group(&self, group: Range<u64>, bits: u32) {
         let bit = 1 << (bits - self.first_bits);
-        if !group.clone().all(|segment| self.past_parts(segment) & bit != 0) {
+        if !group.clone().all(|section| self.past_parts(section) & bit != 0) {
             return;
         }
-        let lines = (group.end - group.start) << (bits - SEGMENT_BITS);
+        let lines = (group.end - group.start) << (bits - SECTION_BITS);
         if lines >= LINES_PER_HUGE_PAGE {
-            let start = Self::segment_start(group.start, bits);
+            let start = Self::section_start(group.start, bits);
             self.memory.release(start..start + lines);
         }
         // A part is outgrown once: a late or concurrent helper clears the same bit and no other.
-        for segment in group {
-            self.release_word(segment).fetch_and(!bit, Ordering::Relaxed);
+        for section in group {
+            self.release_word(section).fetch_and(!bit, Ordering::Relaxed);
         }
     }
 
@@ -245,7 +245,7 @@ impl SdTree {
         if control.has(Control::DONE) {
             return;
         }
-        stop_here(Point::Frozen);
+        sync_here(Point::Frozen);
         let index = line - (1 << bits);
         let mut children = [None; 2];
         for (half, child) in children.iter_mut().enumerate() {
@@ -284,7 +284,7 @@ impl SdTree {
                 let _ = self.memory.change(target, Control(0), filled);
             }
             if half == 0 {
-                stop_here(Point::HalfCopied);
+                sync_here(Point::HalfCopied);
             }
         }
         if self.memory.change(line, control, control.with(Control::DONE)) {

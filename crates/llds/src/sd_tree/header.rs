@@ -7,7 +7,7 @@
 pub(super) const HEAD: u64 = 0;
 /// Line 1: the words below.
 pub(super) const SHARED: u64 = 1;
-/// The growth under way: `segment:16 | bits:8 | position:40`, plus one; 0 for none.
+/// The growth under way: `section:16 | bits:8 | position:40`, plus one; 0 for none.
 pub(super) const ACTIVE: usize = 0;
 /// Children ever used.
 pub(super) const CHILDREN: usize = 1;
@@ -25,10 +25,10 @@ pub(super) const MARKED: usize = 2;
 pub(super) const COUNTS: u64 = 2;
 /// The shared line.
 pub(super) const COUNT_SHARED: u64 = COUNTS + super::OWN_COUNTS as u64;
-/// One word per segment: leading bits that choose its buckets.
-pub(super) const SEGMENTS: u64 = COUNT_SHARED + 1;
-/// One word per segment: `epoch:48 | parts:16`, the array parts to be released (one bit each) and the epoch since when.
-pub(super) const RELEASES: u64 = SEGMENTS + super::SEGMENTS.div_ceil(8);
+/// One word per section: leading bits that choose its buckets.
+pub(super) const SECTIONS: u64 = COUNT_SHARED + 1;
+/// One word per section: `epoch:48 | parts:16`, the array parts to be released (one bit each) and the epoch since when.
+pub(super) const RELEASES: u64 = SECTIONS + super::SECTIONS.div_ceil(8);
 /// A line with one word: how far helpers have claimed the buckets of the current growth, in the form of `ACTIVE`. A hint.
-pub(super) const CLAIMS: u64 = RELEASES + super::SEGMENTS.div_ceil(8);
+pub(super) const CLAIMS: u64 = RELEASES + super::SECTIONS.div_ceil(8);
 pub(super) const END: u64 = CLAIMS + 1;

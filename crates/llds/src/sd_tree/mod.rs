@@ -23,7 +23,7 @@
 //! unchanged control word proves what was read in between.
 //!
 //! A full node is split in three steps that any thread can finish: `MOVING` in the control word, the
-//! link in place of a leaf, the new control word. The static array grows a segment (1/256 of the
+//! link in place of a leaf, the new control word. The static array grows a section (1/256 of the
 //! keys) at a time into the array of twice the size: a bucket is frozen, its two successors are
 //! filled word by word from words that can no longer change (all helpers write the same), and `DONE`
 //! is set. No thread waits for another: a thread that meets unfinished work finishes it.
@@ -49,8 +49,8 @@ mod grow;
 mod header;
 pub mod key;
 mod search;
-mod stop_points;
 mod sweep;
+mod sync_points;
 #[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
 mod wide;
 mod word;
@@ -69,12 +69,12 @@ use word::{Control, SLOTS};
 
 /// Independent parts of the static array that grow one at a time.
 #[cfg(all(not(loom), not(pagefold_stress)))]
-const SEGMENT_BITS: u32 = 8;
+const SECTION_BITS: u32 = 8;
 #[cfg(all(not(loom), pagefold_stress))]
-const SEGMENT_BITS: u32 = 2;
+const SECTION_BITS: u32 = 2;
 #[cfg(loom)]
-const SEGMENT_BITS: u32 = 0;
-const SEGMENTS: u64 = 1 << SEGMENT_BITS;
+const SECTION_BITS: u32 = 0;
+const SECTIONS: u64 = 1 << SECTION_BITS;
 
 /// Leading bits of the smallest static array; the lines below it hold the tree's header.
 #[cfg(all(not(loom), not(pagefold_stress)))]
@@ -100,7 +100,7 @@ const DEPTH_MAX: u32 = if SLOTS == 7 { 8 } else { 12 };
 
 const _: () = assert!(DOUBLINGS_MAX + DEPTH_MAX < word::TAG_KEY_BITS);
 
-/// Keys per static bucket, in tenths, above which the next segment grows: one bucket in twenty overflows.
+/// Keys per static bucket, in tenths, above which the next section grows: one bucket in twenty overflows.
 const LOAD_TENTHS: u64 = match SLOTS {
     7 => 40,
     // Smaller for tests: the array grows early.
@@ -139,13 +139,13 @@ pub struct Full;
 /// ```
 pub struct SdTree {
     memory: Memory,
-    /// Leading bits of the smallest segments at the start.
+    /// Leading bits of the smallest sections at the start.
     first_bits: u32,
-    /// Segments that started with one bit more.
+    /// Sections that started with one bit more.
     ahead: u64,
-    /// Leading bits beyond which no segment grows.
+    /// Leading bits beyond which no section grows.
     max_bits: u32,
-    /// Keys per static bucket, in tenths, above which the next segment grows.
+    /// Keys per static bucket, in tenths, above which the next section grows.
     load_tenths: u64,
 }
 
@@ -154,32 +154,32 @@ impl SdTree {
         self.memory.word(header::SHARED, word)
     }
 
-    /// The line of a segment's array part: where it begins in the array of `bits` leading bits.
-    fn segment_start(segment: u64, bits: u32) -> u64 {
-        (1 << bits) | segment << (bits - SEGMENT_BITS)
+    /// The line of a section's array part: where it begins in the array of `bits` leading bits.
+    fn section_start(section: u64, bits: u32) -> u64 {
+        (1 << bits) | section << (bits - SECTION_BITS)
     }
 
     #[inline(always)]
-    fn segment_of(fingerprint: u64) -> u64 {
-        // Two shifts, since SEGMENT_BITS may be 0.
-        fingerprint >> 1 >> (63 - SEGMENT_BITS)
+    fn section_of(fingerprint: u64) -> u64 {
+        // Two shifts, since SECTION_BITS may be 0.
+        fingerprint >> 1 >> (63 - SECTION_BITS)
     }
 
     #[inline(always)]
-    fn segment_word(&self, segment: u64) -> &crate::primitive::AtomicU64 {
-        self.memory.word(header::SEGMENTS + segment / 8, (segment % 8) as usize)
+    fn section_word(&self, section: u64) -> &crate::primitive::AtomicU64 {
+        self.memory.word(header::SECTIONS + section / 8, (section % 8) as usize)
     }
 
     /// The leading bits that choose this key's bucket now.
     #[inline(always)]
-    fn segment_bits(&self, fingerprint: u64) -> u32 {
-        self.segment_word(Self::segment_of(fingerprint)).load(Ordering::Acquire) as u32
+    fn section_bits(&self, fingerprint: u64) -> u32 {
+        self.section_word(Self::section_of(fingerprint)).load(Ordering::Acquire) as u32
     }
 
-    /// The leading bits of a segment's first array part; untouched buckets there are valid and empty.
+    /// The leading bits of a section's first array part; untouched buckets there are valid and empty.
     #[inline(always)]
-    fn initial_bits(&self, segment: u64) -> u32 {
-        self.first_bits + u32::from(segment < self.ahead)
+    fn initial_bits(&self, section: u64) -> u32 {
+        self.first_bits + u32::from(section < self.ahead)
     }
 
     #[inline(always)]

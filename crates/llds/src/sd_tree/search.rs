@@ -117,7 +117,7 @@ impl SdTree {
     /// One search without a write and without a pin; the head of `sd_tree` argues why it is sound.
     #[inline(always)]
     fn attempt(&self, fingerprint: u64, is_same: &mut impl FnMut(u64) -> bool) -> Attempt {
-        let mut level = self.segment_bits(fingerprint);
+        let mut level = self.section_bits(fingerprint);
         let mut line = Self::bucket_line(fingerprint, level);
         let mut control = self.memory.load_control(line);
         if control.has(Control::FROZEN) {
@@ -130,8 +130,8 @@ impl SdTree {
         }
         if control.0 == 0 {
             // An untouched first bucket is empty; any other zero is memory that was released during the search.
-            let segment = Self::segment_of(fingerprint);
-            let untouched = level == self.initial_bits(segment) && self.segment_bits(fingerprint) == level;
+            let section = Self::section_of(fingerprint);
+            let untouched = level == self.initial_bits(section) && self.section_bits(fingerprint) == level;
             return if untouched { Attempt::Missing } else { Attempt::Again };
         }
         loop {
@@ -168,7 +168,7 @@ impl SdTree {
     /// The bucket that now holds the key, and its level. The caller is pinned.
     pub(super) fn root(&self, fingerprint: u64) -> (u64, u32) {
         loop {
-            let bits = self.segment_bits(fingerprint);
+            let bits = self.section_bits(fingerprint);
             let line = Self::bucket_line(fingerprint, bits);
             let control = self.memory.load_control(line);
             if !control.has(Control::FROZEN) {
@@ -181,7 +181,7 @@ impl SdTree {
             if !self.memory.load_control(next).has(Control::FROZEN) {
                 return (next, bits + 1);
             }
-            // The segment has finished this growth and is in the next one.
+            // The section has finished this growth and is in the next one.
         }
     }
 

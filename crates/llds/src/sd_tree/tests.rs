@@ -1,8 +1,8 @@
-//! Invariants tested from inside: with stop points inside operations, and with small trees.
+//! Invariants tested from inside: with sync points inside operations, and with small trees.
 
 #![cfg(not(loom))]
 
-use super::stop_points::{Point, STOP};
+use super::sync_points::{Point, SYNC};
 use super::*;
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -234,14 +234,14 @@ fn with_stopped_thread(point: Point, work: impl FnOnce() + Send, meanwhile: impl
         scope.spawn(move || {
             let ended = reached_send.clone();
             let stopped = std::cell::Cell::new(false);
-            STOP.set(Some(Box::new(move |at| {
+            SYNC.set(Some(Box::new(move |at| {
                 if at == point && !stopped.replace(true) {
                     reached_send.send(true).unwrap();
                     let _ = go.recv();
                 }
             })));
             work();
-            STOP.set(None);
+            SYNC.set(None);
             let _ = ended.send(false);
         });
         let stopped = reached.recv().unwrap();
@@ -297,7 +297,7 @@ fn a_stopped_thread_blocks_no_other() {
 #[test]
 fn array_parts_that_wait_for_one_pin_are_all_released() {
     let _turn = TURN.lock();
-    // Every segment's part of the first array is of 2 MiB together with its neighbours'.
+    // Every section's part of the first array is of 2 MiB together with its neighbours'.
     let tree = SdTree::with_pages(((1 << 15) * LOAD_TENTHS / 10) as usize, false).unwrap();
     assert_eq!((tree.first_bits, tree.ahead), (15, 0));
     let pin = crate::epoch::pin();

@@ -24,7 +24,7 @@ type Held = BTreeMap<u32, Arc<File>>;
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Found {
     Left(RefusalReason),
-    Staged,
+    Frozen,
     Hole,
     Equal,
 }
@@ -370,13 +370,13 @@ fn remap_span(
     }
     let equal = pieces.iter().zip(&outcomes).all(|(piece, outcome)| u64::from(outcome.merged) == piece.range.pages());
     if as_whole && !equal {
-        found.values_mut().for_each(|found| *found = Found::Staged);
+        found.values_mut().for_each(|found| *found = Found::Frozen);
     } else {
         memory.split(span);
     }
     // What differs goes back. A thread that discards meanwhile waits until its event is read.
     for addr in pages_of(span) {
-        if matches!(found[&addr], Found::Staged | Found::Hole) {
+        if matches!(found[&addr], Found::Frozen | Found::Hole) {
             drop_discarded(memory, &mut found);
             put_back(memory, addr);
             step(memory, shared)?;
@@ -399,11 +399,11 @@ fn remap_span(
         if let Some(entry) = memory.entries.get_mut(&addr) {
             entry.watched = !entry.is_pool();
             let merged = entry.is_pool() && entry.frame == Frame::None;
-            entry.protected = merged || entry.watched && found[&addr] == Found::Staged;
+            entry.protected = merged || entry.watched && found[&addr] == Found::Frozen;
             entry.hidden |= entry.protected && written.contains(&addr);
         }
     }
-    memory.staged.clear();
+    memory.frozen.clear();
     memory.wake(shared);
     if as_whole && !equal {
         return Ok(false);
@@ -427,9 +427,9 @@ fn freeze(memory: &mut Memory, addr: u64) -> Found {
         }
         // Pages in swap are moved as well, but not compared.
         Frame::None | Frame::Swapped { .. } => Found::Hole,
-        Frame::Zero | Frame::Own { .. } => Found::Staged,
+        Frame::Zero | Frame::Own { .. } => Found::Frozen,
     };
-    memory.staged.insert(addr, std::mem::replace(&mut entry.frame, Frame::None));
+    memory.frozen.insert(addr, std::mem::replace(&mut entry.frame, Frame::None));
     found
 }
 
@@ -443,8 +443,8 @@ fn compare(memory: &Memory, shared: &Shared, held: &Held, piece: &Piece, found: 
             Found::Left(why) => why,
             Found::Equal => RefusalReason::NotAnonymous,
             Found::Hole => RefusalReason::Absent,
-            Found::Staged => {
-                let content = match memory.staged.get(&addr) {
+            Found::Frozen => {
+                let content = match memory.frozen.get(&addr) {
                     Some(Frame::Own { content, .. }) => *content,
                     _ => 0,
                 };
@@ -467,11 +467,11 @@ fn compare(memory: &Memory, shared: &Shared, held: &Held, piece: &Piece, found: 
     Outcome { merged: piece.range.pages() as u32, why: RefusalReason::Done }
 }
 
-/// Reads the events of discards: what is staged of their ranges is void, and the discarding threads go on.
+/// Reads the events of discards: what is frozen of their ranges is void, and the discarding threads go on.
 fn drop_discarded(memory: &mut Memory, found: &mut BTreeMap<u64, Found>) {
     for range in std::mem::take(&mut memory.events) {
         for addr in pages_of(range) {
-            if let Some(frame) = memory.staged.get_mut(&addr) {
+            if let Some(frame) = memory.frozen.get_mut(&addr) {
                 *frame = Frame::None;
                 found.insert(addr, Found::Hole);
             }
@@ -489,11 +489,11 @@ fn drop_discarded(memory: &mut Memory, found: &mut BTreeMap<u64, Found>) {
 }
 
 fn forget(memory: &mut Memory, addr: u64) {
-    memory.staged.remove(&addr);
+    memory.frozen.remove(&addr);
 }
 
 fn put_back(memory: &mut Memory, addr: u64) {
-    if let (Some(frame), Some(entry)) = (memory.staged.remove(&addr), memory.entries.get_mut(&addr)) {
+    if let (Some(frame), Some(entry)) = (memory.frozen.remove(&addr), memory.entries.get_mut(&addr)) {
         entry.frame = frame;
     }
 }
@@ -572,7 +572,7 @@ fn heal(memory: &mut Memory, shared: &Arc<Shared>, range: Range) -> Result<bool,
     memory.guarded = Some(range);
     let bytes: Vec<Option<u32>> = pages_of(range).map(|addr| memory.entries[&addr].visible()).collect();
     for addr in pages_of(range) {
-        memory.staged.insert(addr, Frame::None);
+        memory.frozen.insert(addr, Frame::None);
     }
     step(memory, shared)?;
     for (addr, content) in pages_of(range).zip(bytes) {
@@ -583,7 +583,7 @@ fn heal(memory: &mut Memory, shared: &Arc<Shared>, range: Range) -> Result<bool,
             (entry.watched, entry.protected, entry.held) = (true, true, false);
         }
     }
-    memory.staged.clear();
+    memory.frozen.clear();
     memory.wake(shared);
     Ok(true)
 }

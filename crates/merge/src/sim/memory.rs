@@ -244,8 +244,8 @@ pub(super) struct Memory {
     pub(super) entries: BTreeMap<u64, Entry>,
     /// What the program wrote last, by page. Only its own actions change this book.
     pub(super) truth: BTreeMap<u64, Content>,
-    /// Frozen pages in the agent's staging area.
-    pub(super) staged: BTreeMap<u64, Frame>,
+    /// Frozen pages in the agent's freeze area.
+    pub(super) frozen: BTreeMap<u64, Frame>,
     /// The agent holds the guard, and these addresses are registered for missing pages.
     pub(super) guarded: Option<Range>,
     /// How many huge pages were merged whole.
@@ -376,7 +376,7 @@ impl Shared {
             rng: Rng::new(self.seed ^ u64::from(pid) << 40),
             entries: BTreeMap::new(),
             truth: BTreeMap::new(),
-            staged: BTreeMap::new(),
+            frozen: BTreeMap::new(),
             guarded: None,
             whole: 0,
             waiting: Vec::new(),
@@ -651,7 +651,7 @@ impl Memory {
             Action::Pin(addr) => {
                 // A pin for writing breaks sharing first.
                 let content = self.truth.get(&addr).copied();
-                if let (Some(content), false) = (content, self.staged.contains_key(&addr)) {
+                if let (Some(content), false) = (content, self.frozen.contains_key(&addr)) {
                     self.write(addr, content);
                     self.entries.entry(addr).and_modify(|entry| entry.pinned = true);
                 }
@@ -674,7 +674,7 @@ impl Memory {
 
     /// `by_another`: by another process, such as a debugger, so that the faults are not counted here.
     fn write_as(&mut self, addr: u64, content: Content, by_another: bool) {
-        if self.staged.contains_key(&addr) {
+        if self.frozen.contains_key(&addr) {
             return self.blocked.push((addr, content));
         }
         let Some(entry) = self.entries.get_mut(&addr) else { return };
@@ -694,7 +694,7 @@ impl Memory {
         self.check(shared, addr);
         let Some(entry) = self.entries.get_mut(&addr) else { return };
         match (entry.frame, &entry.backing) {
-            (Frame::None, Backing::Anon) if !self.staged.contains_key(&addr) => entry.frame = Frame::Zero,
+            (Frame::None, Backing::Anon) if !self.frozen.contains_key(&addr) => entry.frame = Frame::Zero,
             (Frame::Swapped { content, exclusive }, _) => entry.frame = Frame::Own { content, exclusive },
             _ => return,
         }
@@ -703,7 +703,7 @@ impl Memory {
 
     pub(super) fn check(&self, shared: &Shared, addr: u64) {
         // A thread that reads a frozen page waits.
-        let (Some(truth), false) = (self.truth.get(&addr), self.staged.contains_key(&addr)) else { return };
+        let (Some(truth), false) = (self.truth.get(&addr), self.frozen.contains_key(&addr)) else { return };
         let Some(entry) = self.entries.get(&addr) else {
             return shared.fail(format!("process {}: page {addr:#x} is gone", self.pid));
         };
@@ -863,7 +863,7 @@ impl Memory {
         self.alive = false;
         self.entries.clear();
         self.truth.clear();
-        self.staged.clear();
+        self.frozen.clear();
         self.waiting.clear();
         self.blocked.clear();
         self.events.clear();

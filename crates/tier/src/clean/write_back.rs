@@ -1,11 +1,11 @@
 //! Writeback: contents are written to the file, and stubs replace them in memory.
 //!
-//! A histogram of ages gives the age above which contents add up to the wanted bytes. These are packed into segments. Once
-//! a segment is written, each page with one of its contents gets a stub. If the write fails, everything stays in memory.
+//! A histogram of ages gives the age above which contents add up to the wanted bytes. These are packed into zones. Once
+//! a zone is written, each page with one of its contents gets a stub. If the write fails, everything stays in memory.
 
 use super::walk::{Moves, ReferencedWord};
 use crate::arena::{NoSlot, ReserveClass};
-use crate::backing_file::{BLOCK_BYTES, Blocks, SEGMENT_BYTES};
+use crate::backing_file::{BLOCK_BYTES, Blocks, ZONE_BYTES};
 use crate::cleaner_state::CleanerState;
 use crate::codec::{Codec, RAW_ABOVE_BYTES};
 use crate::layout::{HEADER_BYTES, LEAVES_PER_SLAB, Meta, PATCHES_SHIFT, REFS_MASK, Shown};
@@ -74,8 +74,8 @@ impl Tier {
             if failed || freed + batch.used as u64 >= bytes_wanted { Err(NoSlot::Full) } else { Ok(()) }
         });
         cleaner.position = position;
-        // A mostly empty segment wastes the file, unless nothing else was written.
-        if !failed && (written == 0 || batch.used >= SEGMENT_BYTES / 2) {
+        // A mostly empty zone wastes the file, unless nothing else was written.
+        if !failed && (written == 0 || batch.used >= ZONE_BYTES / 2) {
             let mut last = Moves::default();
             match batch.write(self, &mut last) {
                 Some((contents, _)) => written += contents,
@@ -123,7 +123,7 @@ impl Tier {
     }
 }
 
-/// Contents that are to be written in one segment.
+/// Contents that are to be written in one zone.
 struct Batch {
     blocks: Blocks,
     used: usize,
@@ -134,11 +134,11 @@ struct Batch {
 
 impl Batch {
     fn new() -> Batch {
-        Batch { blocks: Blocks::new(SEGMENT_BYTES), used: 0, words: Vec::new(), placed: HashMap::new() }
+        Batch { blocks: Blocks::new(ZONE_BYTES), used: 0, words: Vec::new(), placed: HashMap::new() }
     }
 
     fn is_full(&self) -> bool {
-        self.used + PAGE_SIZE + 8 > SEGMENT_BYTES
+        self.used + PAGE_SIZE + 8 > ZONE_BYTES
     }
 
     /// Adds the content of a page word; false if it cannot be read. The entry's reference passes to the batch if true.

@@ -79,7 +79,7 @@ struct Pins {
 /// The buffers and marks of eviction.
 #[derive(Debug)]
 struct EvictState {
-    staging: Mapping,
+    freeze_area: Mapping,
     copies_fd: Fd,
     copies: Mapping,
     pagemap: Fd,

@@ -146,7 +146,7 @@ pub(crate) struct Client {
     /// It has ended: nothing is done for it any more.
     pub gone: AtomicBool,
     /// It is merged live as well, and has its memory here until it is unparked.
-    pub leased: AtomicBool,
+    pub lent: AtomicBool,
     /// The kernel refused memory to the client since the last step of the evictor: its limit is reached.
     pub lacks_memory: AtomicBool,
     /// The fault thread rang the evictor because memory is short, and the evictor has not freed any yet.
@@ -249,7 +249,7 @@ impl Client {
             counters: Counters::default(),
             cpu_before_ns: OnceLock::new(),
             gone: AtomicBool::new(false),
-            leased: AtomicBool::new(false),
+            lent: AtomicBool::new(false),
             lacks_memory: AtomicBool::new(false),
             rang_evictor: AtomicBool::new(false),
             moved_at_once: AtomicBool::new(false),

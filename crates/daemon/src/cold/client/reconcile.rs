@@ -84,7 +84,7 @@ impl Client {
             report: pagemap::PRESENT,
             ..Default::default()
         };
-        let mut found = [pagemap::Region::default(); 64];
+        let mut found = [pagemap::ScannedRange::default(); 64];
         let mut failed = false;
         // Run by run: a table may claim more of them than we want to hold.
         self.table.for_each_run(0, u64::MAX >> 1, EVICTED, |start, end| {
@@ -94,8 +94,8 @@ impl Client {
                     failed = true;
                     return;
                 };
-                for region in &found[..count] {
-                    self.settle(tier, region.start / PAGE, region.end / PAGE);
+                for scanned in &found[..count] {
+                    self.settle(tier, scanned.start / PAGE, scanned.end / PAGE);
                 }
                 if walked <= start {
                     break;

@@ -161,7 +161,7 @@ pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
         }
     });
     let came = client.counters.pages_returned.load(Ordering::Relaxed) - before;
-    // What its limit has no room for stays out under the lease: to end that its agent brings all, whatever it takes.
+    // What its limit has no room for stays out under the loan: to end that its agent brings all, whatever it takes.
     // Nor may it have to bring what could not be read or copied for now: it would wait for us with its guard held.
     let everything = Range { start: 0, end: u64::MAX };
     let all_here = pages_out(&group.tier, client, everything).is_empty();
@@ -170,11 +170,11 @@ pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     }
     // The agent of a suspended client cannot answer. What is asked of it below can also be left out.
     let all_here = all_here && !signals::is_suspended(client.pid);
-    if client.leased.load(Ordering::Relaxed) && all_here {
+    if client.lent.load(Ordering::Relaxed) && all_here {
         if let Some(mut link) = held.take() {
             link.leave();
             // That it has left is seen later.
-            client.leased.store(false, Ordering::Relaxed);
+            client.lent.store(false, Ordering::Relaxed);
         }
         return came;
     }
@@ -229,7 +229,7 @@ mod tests {
         let [to, from] = [memory.addr() + PAGE, 1 << 30];
         group.tier.store(client.client_id, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
         client_tests::await_moved(&client, from, to);
-        client.leased.store(true, Ordering::Relaxed);
+        client.lent.store(true, Ordering::Relaxed);
         let is_there = std::thread::scope(|scope| {
             let asked = scope.spawn(|| {
                 let mut request = [0; 256];
@@ -241,7 +241,7 @@ mod tests {
             unpark(&group, &client);
             asked.join().unwrap()
         });
-        assert!(is_there && lock(&client.link).is_none() && !client.leased.load(Ordering::Relaxed));
+        assert!(is_there && lock(&client.link).is_none() && !client.lent.load(Ordering::Relaxed));
         // SAFETY: there, mapped and ours.
         assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
     }

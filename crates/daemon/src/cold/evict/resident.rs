@@ -13,9 +13,9 @@ pub(crate) fn scan(
     client: &Client,
     range: Range,
     query: pagemap::Query,
-    mut f: impl FnMut(&pagemap::Region),
+    mut f: impl FnMut(&pagemap::ScannedRange),
 ) -> Result<(), Gone> {
-    let mut found = [pagemap::Region::default(); 512];
+    let mut found = [pagemap::ScannedRange::default(); 512];
     let mut start = range.start;
     while start < range.end {
         let part = Range { start, end: range.end };

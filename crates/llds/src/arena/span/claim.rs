@@ -152,7 +152,7 @@ impl Inner {
             };
             let passed = match (start..start + count).rev().find(taken) {
                 Some(span) => span,
-                None => match self.claim_run(start, count, owner) {
+                None => match self.claim_all(start, count, owner) {
                     Ok(()) => {
                         self.header().fresh.fetch_max((start + count) as u64, Ordering::SeqCst);
                         return Ok(start);
@@ -170,7 +170,7 @@ impl Inner {
 
     /// Claims `count` spans from `start`, or none. On failure returns the span that another thread took, or that got no
     /// pages.
-    fn claim_run(&self, start: usize, count: usize, owner: u64) -> Result<(), (usize, Option<Error>)> {
+    fn claim_all(&self, start: usize, count: usize, owner: u64) -> Result<(), (usize, Option<Error>)> {
         for span in start..start + count {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             let claimed = if meta.claimable() { self.claim(span, meta, owner) } else { Ok(false) };

@@ -69,7 +69,7 @@ impl Inner {
         self.hint(0, span);
     }
 
-    /// Gives the pages of a span back that held runs, in an arena where one such span is much of what is in use. A large block
+    /// Gives the pages of a span back that held slabs, in an arena where one such span is much of what is in use. A large block
     /// that is replaced again and again finds the pages of the one before, because they are kept.
     pub(super) fn give_back_small(&self, span: usize, owner: u64) {
         if self.used() < SINGLE_SPANS_MAX {

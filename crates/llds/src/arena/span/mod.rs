@@ -1,9 +1,9 @@
 //! Spans: how blocks are allocated and freed.
 //!
 //! Memory is cut into spans of [`SPAN_BYTES`]. A span is free, or holds blocks
-//! of one class under a bitmap, or is split into tiles, of which runs hold blocks
+//! of one class under a bitmap, or is split into tiles, of which slabs hold blocks
 //! of one class, or is part of a large block. A class gets whole spans once it has
-//! filled runs of as many tiles. A thread owns one span or run (a *unit*) per
+//! filled slabs of as many tiles. A thread owns one span or slab (a *unit*) per
 //! class as far as its share of the arena allows, else none beyond an allocation:
 //! only the owner sets bits of the unit's bitmap, any thread clears them. The
 //! `meta` word of a unit, changed by compare-and-swap, is the truth. The
@@ -25,7 +25,7 @@ mod take_back;
 mod unit;
 
 use super::class::{
-    CUTS, Cut, LOG, LOG_SPANS_MAX, RUN_CUTS, SMALL_BYTES_MAX, SPAN_BYTES, TILE_BYTES, TILES, class_of, log_cut,
+    CUTS, Cut, LOG, LOG_SPANS_MAX, SLAB_CUTS, SMALL_BYTES_MAX, SPAN_BYTES, TILE_BYTES, TILES, class_of, log_cut,
     log_spans,
 };
 use super::layout::{ENTRY_BYTES, PART_SPANS, TILE_TABLE_BYTES};
@@ -45,7 +45,7 @@ const HOLE: u64 = 2;
 const SMALL: u64 = 3;
 /// State: first span of a large block.
 const LARGE: u64 = 4;
-/// State: further span of a large block, or further tile of a run.
+/// State: further span of a large block, or further tile of a slab.
 const REST: u64 = 5;
 /// State: split into tiles, which have entries of their own.
 const SPLIT: u64 = 6;
@@ -59,7 +59,7 @@ const LOG_ARENA_SPANS_MIN: usize = 128;
 /// The table entry of a span or a tile.
 #[repr(C)]
 pub(super) struct Entry {
-    /// State, class, number of the owner's thread record (0 for none), length of a large block in spans or of a run in
+    /// State, class, number of the owner's thread record (0 for none), length of a large block in spans or of a slab in
     /// tiles, and whether another thread asks for it.
     pub meta: AtomicU64,
     /// The bitmap of a class with at most 64 blocks per span; of a log extent, the line up to which it is filled.
@@ -112,7 +112,7 @@ impl Meta {
     /// How a unit of a class that is no log is cut.
     #[inline]
     fn small_cut(self) -> &'static Cut {
-        if self.spans == 0 { &CUTS[self.class] } else { &RUN_CUTS[self.class] }
+        if self.spans == 0 { &CUTS[self.class] } else { &SLAB_CUTS[self.class] }
     }
 
     #[inline]

@@ -86,7 +86,7 @@ impl Inner {
         }
         fault::point();
         if unit.tile().is_some() {
-            let tiles = &self.header().run_tiles[class];
+            let tiles = &self.header().slab_tiles[class];
             let less = |tiles: u32| Some(tiles.saturating_sub(meta.spans as u32));
             let _ = tiles.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
         }
@@ -142,7 +142,7 @@ impl Inner {
     /// Sets the hint that an unowned unit has room for `class`.
     fn hint_room(&self, unit: Unit, class: usize) {
         match unit.tile() {
-            Some(_) => self.hint_run(unit, class),
+            Some(_) => self.hint_slab(unit, class),
             None => self.hint(class, unit.span()),
         }
     }

@@ -5,7 +5,7 @@
 //! when no room is found otherwise, or in an audit.
 
 use super::{FREE, HOLE, LARGE, Meta, REST, SMALL, SPLIT, UNUSED, Unit};
-use crate::arena::class::{CLASS_COUNT, LOG, LOG_SPANS_MAX, RUN_TILES, TILES};
+use crate::arena::class::{CLASS_COUNT, LOG, LOG_SPANS_MAX, SLAB_TILES, TILES};
 use crate::arena::layout::SPLIT_HINT;
 use crate::arena::{Inner, fault};
 use std::sync::atomic::Ordering;
@@ -33,7 +33,9 @@ impl Inner {
         let left = (TILES - tile) as u64;
         match meta.state {
             UNUSED | FREE | REST => meta.spans == 0,
-            SMALL => (1..LOG).contains(&meta.class) && meta.spans == RUN_TILES[meta.class] as u64 && meta.spans <= left,
+            SMALL => {
+                (1..LOG).contains(&meta.class) && meta.spans == SLAB_TILES[meta.class] as u64 && meta.spans <= left
+            }
             LARGE => (1..=left).contains(&meta.spans),
             _ => false,
         }
@@ -74,7 +76,7 @@ impl Inner {
     fn release_dead(&self, unit: Unit, meta: Meta, owner: u64) {
         match meta.state {
             SMALL => {
-                // The dead thread may have died before it marked all spans of the extent, or tiles of the run; complete that
+                // The dead thread may have died before it marked all spans of the extent, or tiles of the slab; complete that
                 // before another thread can own it.
                 for rest in 1..meta.spans as usize {
                     self.entry(unit.plus(rest)).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
@@ -83,7 +85,7 @@ impl Inner {
                 self.disown_unit(unit, owner);
             }
             LARGE => self.free_large(unit, owner, true),
-            // Claimed and not cut yet, or the end of a run that the dead thread was freeing.
+            // Claimed and not cut yet, or the end of a slab that the dead thread was freeing.
             FREE | REST if unit.tile().is_some() => self.make_free(unit, owner, true),
             _ if self.inside_large(unit.span()) => {
                 self.entry(unit).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
@@ -101,7 +103,7 @@ impl Inner {
         }
     }
 
-    /// Counts used spans, and tiles in runs, again: a death between a change and its count makes the counts wrong.
+    /// Counts used spans, and tiles in slabs, again: a death between a change and its count makes the counts wrong.
     fn count_units(&self) {
         let (mut used, mut tiles) = (0, [0; CLASS_COUNT]);
         for span in 0..self.fresh() {
@@ -113,7 +115,7 @@ impl Inner {
             }
         });
         self.header().used.store(used, Ordering::Relaxed);
-        self.header().run_tiles.iter().zip(tiles).for_each(|(counter, count)| counter.store(count, Ordering::Relaxed));
+        self.header().slab_tiles.iter().zip(tiles).for_each(|(counter, count)| counter.store(count, Ordering::Relaxed));
     }
 
     /// Makes spans findable that a death left unreachable: the rest of a block that is gone, and unowned spans with room

@@ -125,15 +125,15 @@ impl Inner {
         if let Some(unit) = self.take_partial(owner, class) {
             return Ok(unit);
         }
-        // A class gets a whole span once it has filled runs of as many tiles.
-        let tiles = self.header().run_tiles[class].load(Ordering::Relaxed) as usize;
+        // A class gets a whole span once it has filled slabs of as many tiles.
+        let tiles = self.header().slab_tiles[class].load(Ordering::Relaxed) as usize;
         if room >= SPAN_BYTES
             && tiles * TILE_BYTES >= SPAN_BYTES
             && let Ok(unit) = self.own_span(owner, class)
         {
             return Ok(unit);
         }
-        self.own_run(owner, class).or_else(|_| self.own_span(owner, class))
+        self.own_slab(owner, class).or_else(|_| self.own_span(owner, class))
     }
 
     /// Claims a free span and cuts it for `class`.
@@ -158,7 +158,7 @@ impl Inner {
                 bits &= bits - 1;
                 let span = index * 64 + bit as usize;
                 if self.meta(span).state == SPLIT {
-                    if let Some(unit) = self.take_partial_run(span, owner, class) {
+                    if let Some(unit) = self.take_partial_slab(span, owner, class) {
                         return Some(unit);
                     }
                     continue;
@@ -167,7 +167,7 @@ impl Inner {
                 if self.take_with_room(Unit::from(span), owner, class) {
                     return Some(Unit::from(span));
                 }
-                // Its runs, if it was split meanwhile: another thread may have seen the hint that we cleared.
+                // Its slabs, if it was split meanwhile: another thread may have seen the hint that we cleared.
                 if self.meta(span).state == SPLIT {
                     self.hint(class, span);
                 }

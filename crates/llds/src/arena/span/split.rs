@@ -1,27 +1,27 @@
-//! Split spans: cut into tiles, of which runs hold blocks of one class each.
+//! Split spans: cut into tiles, of which slabs hold blocks of one class each.
 //!
-//! A class of which an arena holds little takes a run of some tiles, not a span.
+//! A class of which an arena holds little takes a slab of some tiles, not a span.
 //! The tiles of a span that is not split are in state UNUSED, so that a thread
 //! which looks at them late claims none. A split span whose tiles are all free
 //! becomes a free span.
 
 use super::{Entry, FREE, Meta, REST, SMALL, SPLIT, UNUSED, Unit, tail_mask};
-use crate::arena::class::{RUN_TILES, TILES};
+use crate::arena::class::{SLAB_TILES, TILES};
 use crate::arena::layout::{SPLIT_HINT, TILE_TABLE_BYTES};
 use crate::arena::{Error, Inner, fault};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 impl Inner {
-    /// Claims free tiles, and cuts them for `class`. The run is owned by `owner`.
-    pub(super) fn own_run(&self, owner: u64, class: usize) -> Result<Unit, Error> {
+    /// Claims free tiles, and cuts them for `class`. The slab is owned by `owner`.
+    pub(super) fn own_slab(&self, owner: u64, class: usize) -> Result<Unit, Error> {
         loop {
             for index in 0..self.fresh().div_ceil(64) {
                 let mut bits = self.hints(SPLIT_HINT, index).load(Ordering::Relaxed);
                 while bits != 0 {
                     let span = index * 64 + bits.trailing_zeros() as usize;
                     bits &= bits - 1;
-                    if let Some(head) = self.claim_tiles(span, RUN_TILES[class], owner) {
-                        self.cut_run(head, class, owner);
+                    if let Some(head) = self.claim_tiles(span, SLAB_TILES[class], owner) {
+                        self.cut_slab(head, class, owner);
                         return Ok(head);
                     }
                     self.hint_no_tiles(span);
@@ -57,27 +57,27 @@ impl Inner {
     }
 
     /// Cuts claimed tiles from `head` on for `class`.
-    fn cut_run(&self, head: Unit, class: usize, owner: u64) {
-        let tiles = RUN_TILES[class];
+    fn cut_slab(&self, head: Unit, class: usize, owner: u64) {
+        let tiles = SLAB_TILES[class];
         let meta = Meta { class, owner, spans: tiles as u64, ..Meta::new(SMALL) };
         let cut = meta.small_cut();
         for index in 0..cut.words {
             self.bitmap(head, cut, index).store(tail_mask(cut, index), Ordering::Relaxed);
         }
         fault::point();
-        // Head first: from here on every reader of the table counts the other tiles to this run.
+        // Head first: from here on every reader of the table counts the other tiles to this slab.
         self.entry(head).meta.store(meta.word(), Ordering::SeqCst);
         for rest in 1..tiles {
             fault::point();
             self.entry(head.plus(rest)).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
         }
-        self.header().run_tiles[class].fetch_add(tiles as u32, Ordering::Relaxed);
+        self.header().slab_tiles[class].fetch_add(tiles as u32, Ordering::Relaxed);
     }
 
-    /// Takes an unowned run of `class` with room in a split span. The hint stays until the span has no such run.
-    pub(super) fn take_partial_run(&self, span: usize, owner: u64, class: usize) -> Option<Unit> {
+    /// Takes an unowned slab of `class` with room in a split span. The hint stays until the span has no such slab.
+    pub(super) fn take_partial_slab(&self, span: usize, owner: u64, class: usize) -> Option<Unit> {
         while let Some(tile) = self.tile_with_room(span, class) {
-            // Cleared first, and set again when the run is disowned with room.
+            // Cleared first, and set again when the slab is disowned with room.
             self.swap_tile_class(span, tile, class, 0);
             let unit = Unit::of_tile(span, tile);
             if self.take_with_room(unit, owner, class) {
@@ -88,8 +88,8 @@ impl Inner {
         None
     }
 
-    /// Sets the hint that a run has room for `class`.
-    pub(super) fn hint_run(&self, unit: Unit, class: usize) {
+    /// Sets the hint that a slab has room for `class`.
+    pub(super) fn hint_slab(&self, unit: Unit, class: usize) {
         let (span, tile) = (unit.span(), unit.tile().unwrap_or(0));
         let word = self.tile_classes(span, tile / 8).load(Ordering::SeqCst);
         let found = (word >> (tile % 8 * 8)) & 0xff;
@@ -99,7 +99,7 @@ impl Inner {
         self.hint(class, span);
     }
 
-    /// Returns a tile of which the hints say that a run begins there with room for `class`.
+    /// Returns a tile of which the hints say that a slab begins there with room for `class`.
     fn tile_with_room(&self, span: usize, class: usize) -> Option<usize> {
         const ONES: u64 = u64::MAX / 255;
         (0..TILES / 8).find_map(|index| {
@@ -118,7 +118,7 @@ impl Inner {
         let _ = self.tile_classes(span, tile / 8).fetch_update(Ordering::SeqCst, Ordering::Relaxed, is_from);
     }
 
-    /// Returns eight bytes: for each of eight tiles the class for which a run that begins there may have room.
+    /// Returns eight bytes: for each of eight tiles the class for which a slab that begins there may have room.
     fn tile_classes(&self, span: usize, index: usize) -> &AtomicU64 {
         let entries = TILES * size_of::<Entry>();
         self.word((self.layout.tiles + span * TILE_TABLE_BYTES + entries + index * 8) as u64)

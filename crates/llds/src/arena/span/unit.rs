@@ -1,10 +1,10 @@
-//! Units: what a thread owns and allocates from: a span, or a run of tiles in a split span.
+//! Units: what a thread owns and allocates from: a span, or a slab of tiles in a split span.
 //!
 //! Both have an entry in a table, with the same `meta` word: spans in the table
-//! of spans, tiles in the table of their span. The entry of a run is that of its
+//! of spans, tiles in the table of their span. The entry of a slab is that of its
 //! first tile.
 
-use crate::arena::class::{RUN_TILES, SPAN_BYTES, TILE_BYTES, TILES};
+use crate::arena::class::{SLAB_TILES, SPAN_BYTES, TILE_BYTES, TILES};
 use crate::arena::thread_record::ThreadRecord;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -85,7 +85,7 @@ impl Unit {
     /// Returns the bytes of a unit that holds blocks of `class`; of log extents none.
     #[inline]
     fn bytes(self, class: usize) -> u64 {
-        match RUN_TILES.get(class) {
+        match SLAB_TILES.get(class) {
             None => 0,
             Some(_) if self.tile().is_none() => SPAN_BYTES as u64,
             Some(tiles) => (tiles * TILE_BYTES) as u64,

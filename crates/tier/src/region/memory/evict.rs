@@ -145,7 +145,7 @@ impl Shared {
         for page in run.clone() {
             self.freeze_page(page);
         }
-        let base = evict_state.staging.addr();
+        let base = evict_state.freeze_area.addr();
         let mut at = 0;
         let mut budget = SpinBudget::default();
         let mut single = false;
@@ -164,17 +164,17 @@ impl Shared {
             }
         }
         // Not by mincore(2), because common seccomp filters, such as systemd's `@system-service`, forbid it.
-        let mut staged = [false; FREEZE];
+        let mut is_frozen = [false; FREEZE];
         let present = pagemap::Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, ..Default::default() };
         scan(&evict_state.pagemap, Addresses::pages_from(base, run.len() as u64), present, |range| {
             let place = |addr: u64| (addr - base) as usize / PAGE_SIZE;
-            staged[place(range.start)..place(range.end)].fill(true);
+            is_frozen[place(range.start)..place(range.end)].fill(true);
         });
         let mut evicted = 0;
         for (at, page) in run.clone().enumerate() {
-            // SAFETY: the page is in the staging area, which only this thread uses, because it has `evict_state` locked.
+            // SAFETY: the page is in the freeze area, which only this thread uses, because it has `evict_state` locked.
             let frozen = || unsafe { &*((base + (at * PAGE_SIZE) as u64) as *const Page) };
-            if staged[at] && *frozen() == copies[at] {
+            if is_frozen[at] && *frozen() == copies[at] {
                 evicted += 1;
                 self.counters.out.fetch_add(1, Ordering::Relaxed);
                 self.state(page).store(EVICTED, Ordering::Release);
@@ -188,7 +188,7 @@ impl Shared {
         self.counters.parked.fetch_add(evicted, Ordering::Relaxed);
         parked.pages += evicted;
         parked.busy += run.len() as u64 - evicted;
-        // SAFETY: the range is the staging area; its pages are evicted or moved back. Its memory may be locked, if the
+        // SAFETY: the range is the freeze area; its pages are evicted or moved back. Its memory may be locked, if the
         // program called mlockall.
         let _ = unsafe { mem::advise(base, (FREEZE * PAGE_SIZE) as u64, libc::MADV_DONTNEED_LOCKED) };
         if let Some(ages) = &evict_state.ages {
@@ -198,7 +198,7 @@ impl Shared {
         }
     }
 
-    /// Moves a staged page back to its address, if there is one.
+    /// Moves a frozen page back to its address, if there is one.
     fn move_back(&self, page: usize, from: u64) {
         let range = Addresses::pages_from(from, 1);
         let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
@@ -208,11 +208,11 @@ impl Shared {
                 None => return,
                 Some(Errno(libc::EAGAIN | libc::ENOMEM | libc::EBUSY)) => budget.spin(),
                 // The target is marked for write protection, which a move does not accept as empty, or has other access
-                // rights than the staging area: a copy works there. Or there is no staged page: then a copy of zeros is
+                // rights than the freeze area: a copy works there. Or there is no frozen page: then a copy of zeros is
                 // right, because neither side had a page. A copy never replaces a page. mincore(2) is no help, because it
                 // reports a swapped page as absent.
                 Some(_) => {
-                    // SAFETY: the source page is in the staging area.
+                    // SAFETY: the source page is in the freeze area.
                     match unsafe { self.uffd.copy(self.addr(page), from, PAGE_SIZE as u64, uffd::DONTWAKE) }.1 {
                         Some(Errno(libc::EAGAIN | libc::ENOMEM)) => budget.spin(),
                         _ => return,
@@ -307,7 +307,7 @@ fn resident() -> pagemap::Query {
 
 /// Calls `f` with the parts of `range` with matching pages. A failed scan finds nothing, so that nothing is evicted.
 fn scan(pagemap: &Fd, range: Addresses, query: pagemap::Query, mut f: impl FnMut(Addresses)) {
-    let mut found = [pagemap::Region::default(); 128];
+    let mut found = [pagemap::ScannedRange::default(); 128];
     let mut start = range.start;
     while start < range.end {
         let part = Addresses { start, end: range.end };
@@ -366,8 +366,8 @@ mod tests {
         let Some(mut region) = region(PAGE_SIZE) else { return };
         region.fill(7);
         let shared = &region.shared;
-        let staging = lock(&shared.evict_state).staging.addr();
-        let moved = shared.uffd.move_pages(staging, shared.addresses(&(0..1)), uffd::DONTWAKE);
+        let freeze_area = lock(&shared.evict_state).freeze_area.addr();
+        let moved = shared.uffd.move_pages(freeze_area, shared.addresses(&(0..1)), uffd::DONTWAKE);
         assert_eq!(moved, (PAGE_SIZE as u64, None));
         // SAFETY: the page lies in the region, and the test only reads it from here on.
         let set = unsafe { libc::mprotect(region.as_ptr().cast(), PAGE_SIZE, libc::PROT_READ) };
@@ -377,7 +377,7 @@ mod tests {
                 if !forbid_mincore() {
                     eprintln!("SKIPPED: no filter of system calls here");
                 }
-                shared.move_back(0, staging);
+                shared.move_back(0, freeze_area);
             });
         });
         assert!(region.iter().all(|byte| *byte == 7), "it is lost");

@@ -34,8 +34,8 @@ impl Handle {
         let features = uffd::FEATURE_SIGBUS | uffd::FEATURE_MOVE | uffd::FEATURE_WP_ASYNC;
         let uffd =
             Uffd::user_mode_only(features | uffd::FEATURE_PAGEFAULT_FLAG_WP).map_err(RegionError::Userfaultfd)?;
-        let staging = map_dontfork(FREEZE * PAGE_SIZE)?;
-        for map in [&memory, &staging] {
+        let freeze_area = map_dontfork(FREEZE * PAGE_SIZE)?;
+        for map in [&memory, &freeze_area] {
             // A move requires both ranges to be registered.
             let range = Addresses { start: map.addr(), end: map.addr() + map.len() as u64 };
             uffd.register(range, uffd::MODE_WP).map_err(RegionError::Userfaultfd)?;
@@ -44,7 +44,7 @@ impl Handle {
         let (prot, len) = (libc::PROT_READ | libc::PROT_WRITE, BATCH * PAGE_SIZE);
         let copies = Mapping::file(copies_fd.raw(), 0, len, prot, libc::MAP_SHARED).map_err(RegionError::Memory)?;
         let evict_state = EvictState {
-            staging,
+            freeze_area,
             copies_fd,
             copies,
             pagemap: Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).map_err(RegionError::Memory)?,

@@ -1,4 +1,4 @@
-//! Stop points: places inside a change where a test can hold a thread.
+//! Sync points: places inside a change where a test can hold a thread.
 //!
 //! They lie between the steps that other threads must be able to finish. Outside
 //! of tests they compile to nothing.
@@ -22,18 +22,18 @@ pub(super) enum Point {
 }
 
 #[cfg(all(test, not(loom)))]
-type StopHook = Box<dyn Fn(Point)>;
+type SyncHook = Box<dyn Fn(Point)>;
 
 #[cfg(all(test, not(loom)))]
 thread_local! {
-    /// Called by this thread at every stop point.
-    pub(super) static STOP: std::cell::RefCell<Option<StopHook>> = const { std::cell::RefCell::new(None) };
+    /// Called by this thread at every sync point.
+    pub(super) static SYNC: std::cell::RefCell<Option<SyncHook>> = const { std::cell::RefCell::new(None) };
 }
 
 #[inline(always)]
-pub(super) fn stop_here(_point: Point) {
+pub(super) fn sync_here(_point: Point) {
     #[cfg(all(test, not(loom)))]
-    STOP.with(|stop| {
+    SYNC.with(|stop| {
         if let Some(stop) = stop.borrow().as_ref() {
             stop(_point);
         }

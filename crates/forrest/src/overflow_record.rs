@@ -27,17 +27,17 @@ pub fn record_bytes(key_bytes: usize, value_bytes: usize) -> usize {
 
 /// A record that was checked to lie inside the arena as a whole.
 #[derive(Clone, Copy)]
-pub struct Record<'a> {
+pub struct OverflowRecord<'a> {
     /// All words of the record, from the lengths on.
     words: &'a [AtomicU64],
     pub key_bytes: usize,
     pub value_bytes: usize,
 }
 
-impl<'a> Record<'a> {
+impl<'a> OverflowRecord<'a> {
     /// Reads the lengths at `offset`. `None` if the words there cannot be a record.
     #[inline]
-    pub fn at(arena: &'a Arena, offset: u64) -> Option<Record<'a>> {
+    pub fn at(arena: &'a Arena, offset: u64) -> Option<OverflowRecord<'a>> {
         let range = arena.data_range();
         if !range.contains(&offset) || !offset.is_multiple_of(16) {
             return None;
@@ -54,7 +54,7 @@ impl<'a> Record<'a> {
         // SAFETY: all `bytes`, a multiple of 8, lie inside the arena's data (just checked), which stays mapped while `arena`
         // is borrowed; every bit pattern is a valid atomic.
         let words = unsafe { std::slice::from_raw_parts(words, bytes / 8) };
-        Some(Record { words, key_bytes, value_bytes })
+        Some(OverflowRecord { words, key_bytes, value_bytes })
     }
 
     /// Returns true if reading it takes so long that it should be protected by a hazard.
@@ -190,7 +190,7 @@ mod tests {
         let options = llds::arena::Options { capacity_bytes: 1 << 20, ..Default::default() };
         let arena = Arena::private(&options).unwrap();
         for offset in [0, 7, 1 << 39, u64::MAX] {
-            Record::prefetch(&arena, offset);
+            OverflowRecord::prefetch(&arena, offset);
         }
     }
 }

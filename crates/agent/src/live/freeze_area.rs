@@ -1,7 +1,7 @@
 //! Where frozen pages wait.
 //!
 //! The kernel moves pages only between mappings with the same rights: a refused move is also the proof that a span has others than the
-//! agent assumed. So memory that can be executed has a staging area of its own, made when such memory is listed first.
+//! agent assumed. So memory that can be executed has a freeze area of its own, made when such memory is listed first.
 
 use crate::owned_ranges::{Owned, OwnedMapping};
 use core::ffi::c_int;
@@ -10,22 +10,22 @@ use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range, mem};
 use pagefold_protocol::message::FREEZE_PAGES_MAX;
 
-/// The staging areas for spans of small pages.
+/// The freeze areas for spans of small pages.
 #[derive(Debug)]
-pub(super) struct Staging {
+pub(super) struct FreezeArea {
     usual: OwnedMapping,
     executable: Option<OwnedMapping>,
 }
 
-impl Staging {
+impl FreezeArea {
     /// Makes the area for usual memory; `watch` moves the pages.
     ///
     /// # Errors
     /// The kernel's: no room, or `watch` cannot register the area.
-    pub(super) fn new(watch: &Uffd) -> Result<Staging> {
-        let usual = make(Owned::Staging, mem::READ_WRITE)?;
+    pub(super) fn new(watch: &Uffd) -> Result<FreezeArea> {
+        let usual = make(Owned::FreezeArea, mem::READ_WRITE)?;
         register(watch, &usual)?;
-        Ok(Staging { usual, executable: None })
+        Ok(FreezeArea { usual, executable: None })
     }
 
     /// Has the agent leave its areas alone, in the place of those that an agent before had.
@@ -47,7 +47,7 @@ impl Staging {
     /// (`PR_SET_MDWE`, SELinux), there stays none.
     pub(super) fn add_executable(&mut self, watch: &Uffd) {
         if self.executable.is_none()
-            && let Ok(area) = make(Owned::ExecutableStaging, mem::READ_WRITE_EXECUTE)
+            && let Ok(area) = make(Owned::ExecutableFreezeArea, mem::READ_WRITE_EXECUTE)
             && register(watch, &area).is_ok()
         {
             area.register();

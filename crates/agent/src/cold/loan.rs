@@ -1,38 +1,38 @@
-//! The lease: which thread manages the anonymous memory of a client that is merged live.
+//! The loan: which thread manages the anonymous memory of a client that is merged live.
 //!
 //! A parked client becomes a client of the tier as well. A second thread then does what the only thread of a cold client does, for the
 //! anonymous memory, and the thread of live merging leaves that memory alone. Merged pages stay merged. Here is what both threads
-//! and the program's threads ask; `lifecycle` begins and ends the lease.
+//! and the program's threads ask; `lifecycle` begins and ends the loan.
 //!
 //! The memory returns to the thread of live merging only when the word is 0, not when the end is requested.
 
 #[cfg(feature = "preload")]
 use super::session::{COLD, WAKEUP};
-use crate::state::LEASE;
+use crate::state::LOAN;
 #[cfg(feature = "preload")]
-use crate::state::{LEASE_THREAD, SHARED, is_leased};
+use crate::state::{LOAN_THREAD, SHARED, is_lent};
 use core::sync::atomic::Ordering;
 
 /// Asks for the memory back; the generation changes when it is.
-pub(crate) fn ask_end_of_lease() {
-    let _ = LEASE.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire);
+pub(crate) fn ask_end_of_loan() {
+    let _ = LOAN.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire);
 }
 
 /// Asks for the memory back and waits until it is.
 #[cfg(feature = "preload")]
-pub(crate) fn end_lease() {
-    ask_end_of_lease();
-    if !LEASE_THREAD.is_gone() {
+pub(crate) fn end_loan() {
+    ask_end_of_loan();
+    if !LOAN_THREAD.is_gone() {
         WAKEUP.wake();
     }
-    LEASE_THREAD.wait();
+    LOAN_THREAD.wait();
 }
 
 /// No thread may be started from now on, so this starts the thread that faults everything in when the agent leaves.
 #[cfg(feature = "preload")]
 pub(crate) fn start_standby() {
     let runs = SHARED.phase.load(Ordering::Acquire) == 1;
-    if is_leased() || runs && COLD.load(Ordering::Relaxed) {
+    if is_lent() || runs && COLD.load(Ordering::Relaxed) {
         super::fault_in::start_standby();
     }
 }

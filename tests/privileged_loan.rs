@@ -121,7 +121,7 @@ fn gathering_a_parked_range_finds_all_of_it() {
 }
 
 #[test]
-fn a_daemon_killed_during_a_lease_is_replaced_by_one_that_knows_it() {
+fn a_daemon_killed_during_a_loan_is_replaced_by_one_that_knows_it() {
     if !can_merge() || program().is_none() {
         return;
     }
