@@ -22,7 +22,7 @@ const MARKS: [&str; 2] = ["<!-- figures: drawn by `pagefold bench figures` -->\n
 /// What the page shows.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Page {
+struct DocumentPage {
     intro: String,
     part: Vec<Part>,
 }
@@ -324,7 +324,7 @@ fn draw_machines(text: &mut String, records: &[Record]) {
     }
 }
 
-fn page(root: &Path, page: &Page, records: &[Record]) -> Result<String, String> {
+fn page(root: &Path, page: &DocumentPage, records: &[Record]) -> Result<String, String> {
     let mut text = format!("# Benchmarks\n\n{}\n", page.intro);
     draw_machines(&mut text, records);
     for part in &page.part {
@@ -343,7 +343,7 @@ fn page(root: &Path, page: &Page, records: &[Record]) -> Result<String, String> 
 }
 
 /// README's table: the figures that it names, on the first machine that has them.
-fn results(page: &Page, records: &[Record]) -> String {
+fn results(page: &DocumentPage, records: &[Record]) -> String {
     let mut text = String::from("\n| | machine | pagefold | peer | gain |\n|---|---|---|---|---|\n");
     for figure in page.part.iter().flat_map(|part| &part.figure) {
         let Some(label) = &figure.readme else { continue };
@@ -372,7 +372,7 @@ fn results(page: &Page, records: &[Record]) -> String {
 /// The pages as the records in `root` have them, by path.
 fn draw(root: &Path) -> Result<[(&'static str, String); 2], String> {
     let read = |path: &str| fs::read_to_string(root.join(path)).map_err(|error| format!("{path}: {error}"));
-    let figures: Page =
+    let figures: DocumentPage =
         toml::from_str(&read("bench/figures.toml")?).map_err(|error| format!("bench/figures.toml: {error}"))?;
     let records = records(root)?;
     let readme = read(README)?;
@@ -432,7 +432,8 @@ mod tests {
                 }
             }
         }
-        let page: Page = toml::from_str(&fs::read_to_string(root().join("bench/figures.toml")).unwrap()).unwrap();
+        let page: DocumentPage =
+            toml::from_str(&fs::read_to_string(root().join("bench/figures.toml")).unwrap()).unwrap();
         for figure in page.part.iter().flat_map(|part| &part.figure) {
             for (field, value) in figure.ours.iter().chain(figure.peer.iter().flatten()) {
                 let Some(text) = value.as_str().filter(|_| ["part", "table", "bench"].contains(&field.as_str())) else {

@@ -37,19 +37,19 @@ pub fn zswap_lies_outside() -> io::Result<()> {
 }
 
 /// A memory control group, removed with this value.
-pub struct Group {
+pub struct ControlGroup {
     /// Its directory.
     pub path: PathBuf,
     limit: PathBuf,
 }
 
-impl Group {
+impl ControlGroup {
     /// Makes a group without a limit.
-    pub fn new(name: &str) -> io::Result<Group> {
+    pub fn new(name: &str) -> io::Result<ControlGroup> {
         let (root, limit) = root()?;
         let path = root.join(format!("pagefold-bench-{}-{name}", std::process::id()));
         fs::create_dir(&path)?;
-        Ok(Group { limit: path.join(limit), path })
+        Ok(ControlGroup { limit: path.join(limit), path })
     }
 
     /// Sets the limit; the kernel reclaims memory down to it first, which may take several attempts.
@@ -76,7 +76,7 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for ControlGroup {
     fn drop(&mut self) {
         // Its processes were waited for; the kernel may need a moment for the last of their memory.
         let _ = wait_for("the group's end", Duration::from_secs(5), || fs::remove_dir(&self.path).ok());

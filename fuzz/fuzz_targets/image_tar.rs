@@ -5,7 +5,7 @@
 use libfuzzer_sys::fuzz_target;
 use pagefold_image::config::Limits;
 use pagefold_image::tar::{EntryKind, Reader};
-use pagefold_image::tree::{Data, Inode, Kind, Meta, Tree};
+use pagefold_image::tree::{Data, Inode, FileKind, Meta, Tree};
 use pagefold_image::{erofs, unpack};
 use std::io::Read;
 
@@ -36,15 +36,15 @@ fuzz_target!(|data: &[u8]| {
                 }
                 assert_eq!(bytes.len() as u64, *size);
                 bytes.truncate(64);
-                Kind::File(Data::Inline(bytes.into()))
+                FileKind::File(Data::Inline(bytes.into()))
             }
             EntryKind::HardLink(target) => {
                 let _ = tree.put_link(&entry.path, target);
                 continue;
             }
-            EntryKind::Symlink(target) => Kind::Symlink(target.clone().into()),
-            EntryKind::Dir => Kind::Dir(Default::default()),
-            _ => Kind::Fifo,
+            EntryKind::Symlink(target) => FileKind::Symlink(target.clone().into()),
+            EntryKind::Dir => FileKind::Dir(Default::default()),
+            _ => FileKind::Fifo,
         };
         let meta = Meta { xattrs: Default::default(), ..entry.meta };
         let _ = tree.put(&entry.path, Inode { meta, kind });

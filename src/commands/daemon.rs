@@ -4,7 +4,7 @@ use super::stop;
 use crate::error::Error;
 use crate::note;
 use crate::{args, attach_rules, config, daemon_client, units};
-use pagefold_daemon::http::Place;
+use pagefold_daemon::http::ListenAddress;
 use pagefold_daemon::{AttachRule, Config, Daemon, VMA_BUDGET_MAX, cold};
 use pagefold_os::procfs;
 use pagefold_os::wait::Bell;
@@ -219,7 +219,7 @@ fn rules(text: &str) -> Result<Setting<Vec<AttachRule>>, String> {
 }
 
 fn address(text: &str) -> Result<Setting<String>, String> {
-    let parse = |text: &str| match Place::parse(text) {
+    let parse = |text: &str| match ListenAddress::parse(text) {
         Ok(_) => Ok(text.to_owned()),
         Err(error) => Err(error.to_string()),
     };

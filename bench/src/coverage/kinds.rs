@@ -29,7 +29,7 @@ const SOURCES: &[(&str, &str)] = &[
 ];
 
 /// A kind of program.
-pub struct Kind {
+pub struct ProgramKind {
     /// Its name in the table.
     pub name: &'static str,
     /// Whether `--quick` measures it.
@@ -41,19 +41,19 @@ pub struct Kind {
     start: &'static str,
 }
 
-const fn kind(name: &'static str, build: &'static str, start: &'static str) -> Kind {
-    Kind { name, is_quick: false, build, start }
+const fn kind(name: &'static str, build: &'static str, start: &'static str) -> ProgramKind {
+    ProgramKind { name, is_quick: false, build, start }
 }
 
-const fn quick(name: &'static str, build: &'static str, start: &'static str) -> Kind {
-    Kind { name, is_quick: true, build, start }
+const fn quick(name: &'static str, build: &'static str, start: &'static str) -> ProgramKind {
+    ProgramKind { name, is_quick: true, build, start }
 }
 
 const C: &str = "cc -O2 -o hold-c hold.c -pthread";
 const JAVA: &str = "javac Hold.java";
 
 /// All kinds, in the order of the table.
-pub const ALL: &[Kind] = &[
+pub const ALL: &[ProgramKind] = &[
     kind("C, 4 KiB", C, "./hold-c FILE 4080"),
     kind("C, 64 KiB", C, "./hold-c FILE 65536"),
     kind("C, 256 KiB", C, "./hold-c FILE 262144"),
@@ -115,7 +115,7 @@ impl Programs {
     }
 
     /// Builds a kind; returns the words that start it in this directory, or why it cannot be measured here.
-    pub fn prepare(&self, kind: &Kind) -> Result<Vec<String>, String> {
+    pub fn prepare(&self, kind: &ProgramKind) -> Result<Vec<String>, String> {
         let mut needed: Vec<&str> = [kind.build, kind.start].iter().filter_map(|line| line.split(' ').next()).collect();
         needed.retain(|word| !word.is_empty() && !word.starts_with("./") && *word != "sh");
         // The scripts of servers start programs of these names.

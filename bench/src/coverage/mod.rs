@@ -13,7 +13,7 @@ use crate::record;
 use crate::restore;
 use crate::stats::{Random, Spread};
 use clap::Parser;
-use kinds::{Kind, Programs};
+use kinds::{ProgramKind, Programs};
 use pagefold_os::{ksm, procfs};
 use serde_json::{Value, json};
 use std::fs;
@@ -68,7 +68,7 @@ impl Args {
         self.mib.unwrap_or(if self.extent.quick { 32 } else { 64 })
     }
 
-    fn wants(&self, kind: &Kind) -> bool {
+    fn wants(&self, kind: &ProgramKind) -> bool {
         self.only.wants(kind.name).unwrap_or(kind.is_quick || !self.extent.quick)
     }
 }
@@ -106,7 +106,7 @@ fn data(dir: &Path, args: &Args) -> Result<Vec<PathBuf>, Failure> {
 
 /// All rounds of a kind, and the row of the table that they make.
 struct Row<'a> {
-    kind: &'a Kind,
+    kind: &'a ProgramKind,
     rounds: Vec<Vec<Measured>>,
 }
 

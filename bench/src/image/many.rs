@@ -3,7 +3,7 @@
 use crate::process::{self, Failure};
 use crate::scratch::Scratch;
 use pagefold_image::store::Store;
-use pagefold_image::tree::{Inode, Kind, Meta, Tree};
+use pagefold_image::tree::{FileKind, Inode, Meta, Tree};
 use pagefold_image::{gc, stat};
 use pagefold_os::procfs;
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use std::time::Instant;
 fn fill(root: &Path, images: u32, bases: u32) -> Result<Store, Failure> {
     let store = Store::open(root, "default")?.without_sync();
     let (base_files, own_files) = (200, 3);
-    let file = |data| Inode { meta: Meta { mode: 0o644, ..Meta::default() }, kind: Kind::File(data) };
+    let file = |data| Inode { meta: Meta { mode: 0o644, ..Meta::default() }, kind: FileKind::File(data) };
     let content = |kind: u32, image: u32, number: u32| {
         let mut bytes = format!("{kind} {image} {number} ").repeat(12);
         bytes.truncate(100);

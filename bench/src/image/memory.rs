@@ -7,7 +7,7 @@ use crate::scratch::Scratch;
 use pagefold_image::mount::{self, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::scan;
-use pagefold_image::store::{Record, Store};
+use pagefold_image::store::{ImageRecord, Store};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -158,7 +158,7 @@ impl Ways<'_> {
         Ok(fs::remove_dir_all(&images)?)
     }
 
-    fn pagefold(&mut self, store: &Store, records: &[Record; 2]) -> Result<[PathBuf; 2], Failure> {
+    fn pagefold(&mut self, store: &Store, records: &[ImageRecord; 2]) -> Result<[PathBuf; 2], Failure> {
         let mounts = [self.dir("mnt-1")?, self.dir("mnt-2")?];
         for (record, at) in records.iter().zip(&mounts) {
             mount::mount(store, record, at, &Options::default())?;
@@ -184,7 +184,7 @@ pub(super) fn memory_of_pair(
     pair: &Pair,
     composefs: Option<&Composefs>,
     out: &mut Vec<Value>,
-) -> Result<(Store, [PathBuf; 2], [Record; 2]), Failure> {
+) -> Result<(Store, [PathBuf; 2], [ImageRecord; 2]), Failure> {
     let lists = [files(&pair.plain[0]), files(&pair.plain[1])];
     let predicted = scan::trees(&pair.plain, &Progress::silent())?;
     let mut ways = Ways { scratch, pair, lists, ideal: predicted.file.duplicate_bytes, plain: 0, out };
@@ -205,7 +205,7 @@ pub(super) fn run_time(
     scratch: &Scratch,
     pair: &Pair,
     store: &Store,
-    records: &[Record; 2],
+    records: &[ImageRecord; 2],
     out: &mut Vec<Value>,
 ) -> Result<(), Failure> {
     let Some((_, workload)) = WORKLOADS.iter().find(|(name, _)| *name == pair.name) else { return Ok(()) };

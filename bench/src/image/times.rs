@@ -6,7 +6,7 @@ use crate::process::{self, Failure, sh, wait_for};
 use crate::scratch::Scratch;
 use crate::stats::Spread;
 use pagefold_image::profile::Profile;
-use pagefold_image::store::{Record, Store};
+use pagefold_image::store::{ImageRecord, Store};
 use pagefold_os::mem::Mapping;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -101,7 +101,7 @@ pub(super) struct Started<'a> {
     pub plain: &'a Path,
     pub mounted: &'a Path,
     pub store: &'a Store,
-    pub record: &'a Record,
+    pub record: &'a ImageRecord,
 }
 
 /// Has `pagefold image exec` record what `command` reads, and returns the words that start it with that profile; `None`

@@ -5,7 +5,7 @@ use pagefold_image::build;
 use pagefold_image::build::Omissions;
 use pagefold_image::progress::Progress;
 use pagefold_image::stat::resident_bytes;
-use pagefold_image::store::{Record, Store};
+use pagefold_image::store::{ImageRecord, Store};
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::Read;
@@ -52,7 +52,7 @@ pub(super) fn resident(list: impl IntoIterator<Item = PathBuf>, mapped: bool) ->
     list.into_iter().map(|path| resident_bytes(&path, mapped).unwrap_or(0)).sum()
 }
 
-pub(super) fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Record, Duration), Failure> {
+pub(super) fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(ImageRecord, Duration), Failure> {
     let start = Instant::now();
     let (building, mut notes) = (store.build()?, Omissions::default());
     let tree = build::from_directory(&building, dir, Default::default(), &mut notes, &Progress::silent())?;

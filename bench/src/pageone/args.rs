@@ -1,7 +1,7 @@
 //! Options, and the sizes that follow from them.
 
 use super::engine::MergingEngine;
-use super::workload::{Layout, Shape};
+use super::workload::{PageLayout, Shape};
 use crate::options::{Extent, positive};
 use crate::process::Failure;
 use clap::{Parser, ValueEnum};
@@ -36,7 +36,7 @@ pub struct Args {
     pub only: Option<Part>,
     /// merge: files, zero, scattered or huge only.
     #[arg(long, value_enum)]
-    pub layout: Option<Layout>,
+    pub layout: Option<PageLayout>,
     /// Runs of each row (guests: at most 3); the median and the spread are shown.
     #[arg(long, value_name = "N", value_parser = positive)]
     rounds: Option<usize>,
@@ -65,7 +65,7 @@ impl Args {
     }
 
     /// The workload of the merge part.
-    pub fn shape(&self, layout: Layout) -> Result<Shape, Failure> {
+    pub fn shape(&self, layout: PageLayout) -> Result<Shape, Failure> {
         let (processes, mib) = match (self.extent.quick, self.extent.full) {
             (true, _) => (3, 40),
             // Processes of the published test, a thirty-second of their size.

@@ -3,7 +3,7 @@
 use super::args::Args;
 use super::engine::{MergingEngine, Running};
 use super::settle::{PERIOD, QUIET, settle};
-use super::workload::{Layout, Shape};
+use super::workload::{PageLayout, Shape};
 use crate::process::Failure;
 use crate::record;
 use crate::stats::{Spread, quantile};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// First write to each of many shared pages.
 pub fn breaks(args: &Args) -> Result<(), Failure> {
-    let shape = Shape { layout: Layout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 160 } };
+    let shape = Shape { layout: PageLayout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 160 } };
     let pages = shape.mib * 256 / 2;
     let (mut peer, mut rows): (Option<(f64, f64)>, _) = (None, Vec::new());
     for engine in args.pair() {
@@ -45,7 +45,7 @@ pub fn breaks(args: &Args) -> Result<(), Failure> {
 
 /// From the last duplicate written to nine tenths of them merged.
 pub fn delay(args: &Args) -> Result<(), Failure> {
-    let shape = Shape { layout: Layout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 512 } };
+    let shape = Shape { layout: PageLayout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 512 } };
     let (period, mut rows) = (Duration::from_secs(1), Vec::new());
     for engine in args.pair().into_iter().rev() {
         let mut times = Vec::new();
@@ -87,9 +87,9 @@ const PASSES: f64 = 16.0;
 /// that has no page fault, so passes that look at every process are measured as well.
 pub fn idle(args: &Args) -> Result<(), Failure> {
     let shape = match (args.extent.quick, args.extent.full) {
-        (true, _) => Shape { layout: Layout::Files, processes: 2, mib: 128 },
-        (_, true) => Shape { layout: Layout::Files, processes: 2, mib: 2048 },
-        _ => Shape { layout: Layout::Files, processes: 2, mib: 1024 },
+        (true, _) => Shape { layout: PageLayout::Files, processes: 2, mib: 128 },
+        (_, true) => Shape { layout: PageLayout::Files, processes: 2, mib: 2048 },
+        _ => Shape { layout: PageLayout::Files, processes: 2, mib: 1024 },
     };
     let gib = (shape.processes * shape.mib) as f64 / 1024.0;
     let (mut peer, mut rows): (Option<f64>, _) = (None, Vec::new());

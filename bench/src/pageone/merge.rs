@@ -3,7 +3,7 @@
 use super::args::Args;
 use super::engine::{MergingEngine, Running};
 use super::settle::{PERIOD, QUIET, pace, settle};
-use super::workload::{Layout, Shape};
+use super::workload::{PageLayout, Shape};
 use crate::process::Failure;
 use crate::record;
 use crate::stats::Spread;
@@ -67,7 +67,7 @@ fn engines(args: &Args) -> Vec<MergingEngine> {
 
 /// Measures merging, a table for each layout.
 pub fn merge(args: &Args) -> Result<(), Failure> {
-    for layout in args.layout.map_or_else(|| Layout::value_variants().to_vec(), |layout| vec![layout]) {
+    for layout in args.layout.map_or_else(|| PageLayout::value_variants().to_vec(), |layout| vec![layout]) {
         let shape = args.shape(layout)?;
         let mut runs: Vec<(MergingEngine, Vec<Merged>)> =
             engines(args).into_iter().map(|engine| (engine, Vec::new())).collect();

@@ -15,7 +15,7 @@ const FILE_PAGES: u64 = 5120;
 
 /// How the data lies in the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Layout {
+pub enum PageLayout {
     /// Files of 20 MB in an order of each process's own.
     Files,
     /// The same, each page with a prefix of zeros.
@@ -26,14 +26,14 @@ pub enum Layout {
     Huge,
 }
 
-impl Layout {
+impl PageLayout {
     /// Its name, as options have it.
     pub fn name(self) -> String {
         self.to_possible_value().expect("no layout is skipped").get_name().to_owned()
     }
 
     fn unit(self) -> u64 {
-        if self == Layout::Scattered { 1 } else { FILE_PAGES }
+        if self == PageLayout::Scattered { 1 } else { FILE_PAGES }
     }
 }
 
@@ -41,7 +41,7 @@ impl Layout {
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// How the data lies.
-    pub layout: Layout,
+    pub layout: PageLayout,
     /// Processes.
     pub processes: u64,
     /// MiB of each.
@@ -176,7 +176,7 @@ enum Memory {
 /// A process of the workload.
 pub fn member(args: &[String]) -> Result<(), Failure> {
     let [layout, mib, number, socket @ ..] = args else { return Err("--client LAYOUT MIB NUMBER [SOCKET]".into()) };
-    let layout = Layout::from_str(layout, false)?;
+    let layout = PageLayout::from_str(layout, false)?;
     let (mib, number): (u64, u64) = (mib.parse()?, number.parse()?);
     let pages = mib * 256;
     let len = pages as usize * PAGE_SIZE;
@@ -184,13 +184,13 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
         Some(socket) => Memory::Ours(Region::new(&Client::connect(Path::new(socket), "bench")?, len)?),
         None => Memory::Plain(pagefold_os::mem::Mapping::anonymous(len)?),
     };
-    if layout == Layout::Huge {
+    if layout == PageLayout::Huge {
         let bytes = bytes(&mut memory);
         // SAFETY: the range is the whole mapping, which `bytes` borrows; the advice changes no byte.
         unsafe { pagefold_os::mem::advise(bytes.as_ptr() as u64, bytes.len() as u64, libc::MADV_HUGEPAGE) }?;
     }
     let order = order(layout, pages, number);
-    let zero = layout == Layout::Zero;
+    let zero = layout == PageLayout::Zero;
     let mut written = 0;
     println!("made");
     for line in std::io::stdin().lock().lines() {
@@ -284,7 +284,7 @@ fn random(number: u64) -> Random {
 }
 
 /// Which page's content lies at each place.
-fn order(layout: Layout, pages: u64, number: u64) -> Vec<u64> {
+fn order(layout: PageLayout, pages: u64, number: u64) -> Vec<u64> {
     let unit = layout.unit();
     let units = random(number).order(pages.div_ceil(unit) as usize);
     units.into_iter().flat_map(|first| first as u64 * unit..(first as u64 * unit + unit).min(pages)).collect()

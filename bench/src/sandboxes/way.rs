@@ -1,7 +1,7 @@
 //! The ways to keep sandboxes, and the measure of one.
 
 use super::Plan;
-use crate::group::{self, Group};
+use crate::group::{self, ControlGroup};
 use crate::instance::Instance;
 use crate::ksm_peer;
 use crate::process::{self, Failure, wait_for};
@@ -56,7 +56,7 @@ pub struct Measured {
 struct RunningEngine {
     daemon: Option<Daemon>,
     ksm: Option<ksm::Settings>,
-    group: Option<Group>,
+    group: Option<ControlGroup>,
     zswap: Option<Zswap>,
 }
 
@@ -106,7 +106,7 @@ impl Way {
         Ok(RunningEngine {
             daemon: is_ours.then(|| Daemon::start(dir, &policy)).transpose()?,
             ksm: matches!(self, Way::Ksm | Way::KsmZswap).then(ksm_peer::at_full_speed).transpose()?,
-            group: with_zswap.then(|| Group::new("sandboxes")).transpose()?,
+            group: with_zswap.then(|| ControlGroup::new("sandboxes")).transpose()?,
             zswap: with_zswap.then(|| Zswap::start(swap)).transpose()?,
         })
     }

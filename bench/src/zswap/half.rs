@@ -3,7 +3,7 @@
 
 use super::kernel::Zswap;
 use super::row::Row;
-use crate::group::{self, Group};
+use crate::group::{self, ControlGroup};
 use crate::process;
 use crate::redis::Redis;
 use crate::restore::folder;
@@ -60,7 +60,7 @@ impl Backend {
     }
 }
 
-fn used(group: &Group) -> u64 {
+fn used(group: &ControlGroup) -> u64 {
     group.number(&["memory.usage_in_bytes", "memory.current"]).unwrap_or(0)
 }
 
@@ -81,7 +81,7 @@ fn value(key: usize) -> String {
 /// One run: operations per second on random keys, all memory in use, and faults per operation.
 fn redis_once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64; 3]> {
     let (dir, _gone) = folder("half")?;
-    let group = Group::new("half")?;
+    let group = ControlGroup::new("half")?;
     let backend = Backend::start(tier, &dir, (mib as u64) << 21)?;
     let before = Zswap::bytes();
     let mut command = backend.program("redis-server");
@@ -124,9 +124,9 @@ fn redis_once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Resul
 /// As [`redis_once`]; runs again where the kernel kills the program at its limit, and counts that.
 fn surviving(tier: bool, mib: usize, requests: usize, reads: &str, killed: &mut u32) -> io::Result<[f64; 3]> {
     for _ in 0..5 {
-        let before = Group::killed();
+        let before = ControlGroup::killed();
         match redis_once(tier, mib, requests, reads) {
-            Err(error) if Group::killed() > before => {
+            Err(error) if ControlGroup::killed() > before => {
                 eprintln!("redis was killed at its limit ({}): {error}", if tier { "cold tier" } else { "zswap" });
                 *killed += 1;
             }

@@ -128,7 +128,7 @@ fn levels_of(text: &str, root: &Path) -> Vec<Level> {
 
 /// Where a process is.
 #[derive(Debug, Default)]
-struct Place {
+struct Membership {
     /// As /proc/PID/cgroup says it.
     text: String,
     levels: Vec<Level>,
@@ -141,7 +141,7 @@ pub(crate) struct MemoryLimits {
     pid: i32,
     /// Bytes of the host's memory that are available, and all.
     host: fn() -> (u64, u64),
-    place: Mutex<Place>,
+    membership: Mutex<Membership>,
     /// Pages that may come back before the next look.
     left: AtomicI64,
     /// Pages that there was room for at the last look.
@@ -158,12 +158,12 @@ pub(crate) fn own() -> &'static MemoryLimits {
 
 impl MemoryLimits {
     pub fn of(pid: i32) -> MemoryLimits {
-        MemoryLimits::new(pid, procfs::available_and_total, Place::default())
+        MemoryLimits::new(pid, procfs::available_and_total, Membership::default())
     }
 
-    fn new(pid: i32, host: fn() -> (u64, u64), place: Place) -> MemoryLimits {
+    fn new(pid: i32, host: fn() -> (u64, u64), membership: Membership) -> MemoryLimits {
         let (left, free, short) = Default::default();
-        MemoryLimits { pid, host, place: Mutex::new(place), left, free, short }
+        MemoryLimits { pid, host, membership: Mutex::new(membership), left, free, short }
     }
 
     /// Looks whether the process is in other control groups by now.
@@ -176,9 +176,9 @@ impl MemoryLimits {
     }
 
     fn be_at(&self, text: String, root: &Path) {
-        let mut place = lock(&self.place);
-        if place.text != text {
-            *place = Place { levels: levels_of(&text, root), text };
+        let mut membership = lock(&self.membership);
+        if membership.text != text {
+            *membership = Membership { levels: levels_of(&text, root), text };
             // The pages left were those of another limit.
             self.left.store(0, Ordering::Relaxed);
         }
@@ -187,8 +187,8 @@ impl MemoryLimits {
     /// The tightest limit of a control group, of those in which the process is now.
     fn tightest(&self) -> Option<Usage> {
         self.follow();
-        let place = lock(&self.place);
-        let usages = place.levels.iter().filter_map(Level::usage);
+        let membership = lock(&self.membership);
+        let usages = membership.levels.iter().filter_map(Level::usage);
         usages.max_by(|one, other| one.share().total_cmp(&other.share()))
     }
 
@@ -214,9 +214,9 @@ impl MemoryLimits {
     pub fn free_apart(&self, other: &MemoryLimits) -> u64 {
         self.follow();
         other.follow();
-        let others: Vec<PathBuf> = lock(&other.place).levels.iter().map(|level| level.path.clone()).collect();
-        let place = lock(&self.place);
-        let usages = place.levels.iter().filter(|level| !others.contains(&level.path)).filter_map(Level::usage);
+        let others: Vec<PathBuf> = lock(&other.membership).levels.iter().map(|level| level.path.clone()).collect();
+        let membership = lock(&self.membership);
+        let usages = membership.levels.iter().filter(|level| !others.contains(&level.path)).filter_map(Level::usage);
         usages.map(Usage::free).min().unwrap_or(u64::MAX)
     }
 
@@ -249,8 +249,8 @@ impl MemoryLimits {
 
     /// The share of time in which something in the client's control group waited for memory.
     pub fn stalled(&self) -> f64 {
-        let place = lock(&self.place);
-        let pressure = place.levels.first().and_then(|level| level.pressure.as_ref());
+        let membership = lock(&self.membership);
+        let pressure = membership.levels.first().and_then(|level| level.pressure.as_ref());
         pressure.and_then(text).and_then(|text| stalled_share(&text)).unwrap_or(0.0)
     }
 }
@@ -269,7 +269,7 @@ pub(crate) mod tests {
 
     fn at(levels: Vec<Level>) -> MemoryLimits {
         // Of a host that has everything.
-        MemoryLimits::new(0, || (1, 1), Place { levels, ..Place::default() })
+        MemoryLimits::new(0, || (1, 1), Membership { levels, ..Membership::default() })
     }
 
     #[test]
@@ -293,12 +293,12 @@ pub(crate) mod tests {
         let room = MemoryLimits::of(std::process::id() as i32);
         room.be_at("0::/one\n".into(), root.path());
         room.reserve_pages(1);
-        assert_eq!(lock(&room.place).text, text);
+        assert_eq!(lock(&room.membership).text, text);
         // Nothing is known of a process that has ended.
         let room = MemoryLimits::of(i32::MAX);
         room.be_at("0::/one\n".into(), root.path());
         room.usage();
-        assert_eq!(lock(&room.place).text, "0::/one\n");
+        assert_eq!(lock(&room.membership).text, "0::/one\n");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The daemon's status: one structure for `status`, `top`, JSON and metrics.
 
 use pagefold_merge::stats::{ClientStats, DomainStats};
-use pagefold_protocol::channel::Counters;
+use pagefold_protocol::channel::AgentCounters;
 use pagefold_protocol::wait_histogram;
 use pagefold_tier::quantile_bucket;
 use serde::{Deserialize, Serialize};
@@ -104,7 +104,7 @@ impl Client {
     }
 
     /// Takes over what the client's agent counts in the channel. A new counter of the agent needs a field here, and this line.
-    pub(crate) fn read_counters(&mut self, counters: &Counters) {
+    pub(crate) fn read_counters(&mut self, counters: &AgentCounters) {
         self.freezes = counters.freezes.load(Ordering::Relaxed);
         self.freeze_ns_max = counters.freeze_ns_max.load(Ordering::Relaxed);
         self.freeze_us = counters.freeze_us.iter().map(|count| count.load(Ordering::Relaxed)).collect();

@@ -90,7 +90,7 @@ impl Sharers {
     }
 }
 
-struct Record {
+struct FrameRecord {
     touches: AtomicU8,
     state: Mutex<FrameState>,
 }
@@ -100,7 +100,7 @@ const READ_AHEAD: u8 = 0x80;
 
 /// The records of all frames. Lock order: a chunk before a record; of two records, an owned one may be taken first.
 pub(crate) struct FrameTable {
-    records: Box<[Record]>,
+    records: Box<[FrameRecord]>,
 }
 
 impl FrameTable {
@@ -109,7 +109,7 @@ impl FrameTable {
     /// # Errors
     /// There is not enough memory for them.
     pub(crate) fn new(frame_count: usize) -> std::io::Result<Self> {
-        let record = || Record {
+        let record = || FrameRecord {
             touches: AtomicU8::new(0),
             state: Mutex::new(FrameState {
                 used: FrameUse::None,
@@ -154,7 +154,7 @@ impl FrameTable {
 
     /// Bytes of memory the records take, without the lists of sharers.
     pub(crate) fn memory_bytes(&self) -> usize {
-        self.records.len() * size_of::<Record>()
+        self.records.len() * size_of::<FrameRecord>()
     }
 }
 
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn a_frame_record_stays_small() {
         // The bookkeeping is promised to stay near 2.5 % of the cache; this is its largest part.
-        assert!(size_of::<Record>() <= 80, "{}", size_of::<Record>());
+        assert!(size_of::<FrameRecord>() <= 80, "{}", size_of::<FrameRecord>());
     }
 
     #[test]

@@ -18,11 +18,11 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// A block's entry: state in the upper two bits, frame in the lower thirty.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Entry(u32);
+pub(crate) struct BlockEntry(u32);
 
 /// The paper's block states, and absent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum State {
+pub(crate) enum BlockState {
     Absent,
     /// The frame equals the disk and may be shared.
     Clean(FrameIndex),
@@ -34,7 +34,7 @@ pub(crate) enum State {
     Writeback(FrameIndex),
 }
 
-impl State {
+impl BlockState {
     /// The frame with the block's bytes, if it has one.
     pub(crate) fn frame(self) -> Option<FrameIndex> {
         match self {
@@ -48,36 +48,36 @@ const FRAME_MASK: u32 = (1 << FRAME_BITS) - 1;
 /// The frame number that stands for zeros: [`FRAMES_MAX`] keeps it free.
 const ZERO_FRAME: u32 = FRAMES_MAX as u32;
 
-impl Entry {
+impl BlockEntry {
     pub(crate) const ABSENT: Self = Self(0);
 
-    pub(crate) fn state(self) -> State {
+    pub(crate) fn state(self) -> BlockState {
         let frame = FrameIndex(self.0 & FRAME_MASK);
         match self.0 >> FRAME_BITS {
-            0 => State::Absent,
-            1 if frame.0 == ZERO_FRAME => State::Zero,
-            1 => State::Clean(frame),
-            2 => State::Dirty(frame),
-            _ => State::Writeback(frame),
+            0 => BlockState::Absent,
+            1 if frame.0 == ZERO_FRAME => BlockState::Zero,
+            1 => BlockState::Clean(frame),
+            2 => BlockState::Dirty(frame),
+            _ => BlockState::Writeback(frame),
         }
     }
 }
 
-impl From<State> for Entry {
-    fn from(state: State) -> Self {
+impl From<BlockState> for BlockEntry {
+    fn from(state: BlockState) -> Self {
         match state {
-            State::Absent => Self::ABSENT,
-            State::Zero => Self(1 << FRAME_BITS | ZERO_FRAME),
-            State::Clean(frame) => Self(1 << FRAME_BITS | frame.0),
-            State::Dirty(frame) => Self(2 << FRAME_BITS | frame.0),
-            State::Writeback(frame) => Self(3 << FRAME_BITS | frame.0),
+            BlockState::Absent => Self::ABSENT,
+            BlockState::Zero => Self(1 << FRAME_BITS | ZERO_FRAME),
+            BlockState::Clean(frame) => Self(1 << FRAME_BITS | frame.0),
+            BlockState::Dirty(frame) => Self(2 << FRAME_BITS | frame.0),
+            BlockState::Writeback(frame) => Self(3 << FRAME_BITS | frame.0),
         }
     }
 }
 
 /// The entries of one chunk.
 pub(crate) struct Entries {
-    entries: [Entry; CHUNK_BLOCKS],
+    entries: [BlockEntry; CHUNK_BLOCKS],
     loading: [u64; CHUNK_BLOCKS / 64],
     /// Entries that are not absent.
     live: u16,
@@ -86,13 +86,15 @@ pub(crate) struct Entries {
 }
 
 impl Entries {
-    pub(crate) fn state(&self, at: usize) -> State {
+    pub(crate) fn state(&self, at: usize) -> BlockState {
         self.entries[at].state()
     }
 
     /// Changes one entry and keeps the counts.
-    pub(crate) fn set(&mut self, at: usize, state: State) {
-        let counts = |state: State| (u16::from(state != State::Absent), u16::from(matches!(state, State::Dirty(_))));
+    pub(crate) fn set(&mut self, at: usize, state: BlockState) {
+        let counts = |state: BlockState| {
+            (u16::from(state != BlockState::Absent), u16::from(matches!(state, BlockState::Dirty(_))))
+        };
         let (live_before, dirty_before) = counts(self.entries[at].state());
         let (live, dirty) = counts(state);
         self.live = self.live + live - live_before;
@@ -120,7 +122,7 @@ impl Entries {
     /// Returns true if dropping the chunk would lose only the knowledge of which blocks are zeros.
     fn only_zeros(&self) -> bool {
         self.loading == [0; CHUNK_BLOCKS / 64]
-            && self.entries.iter().all(|e| matches!(e.state(), State::Absent | State::Zero))
+            && self.entries.iter().all(|e| matches!(e.state(), BlockState::Absent | BlockState::Zero))
     }
 }
 
@@ -134,7 +136,7 @@ pub(crate) struct Chunk {
 impl Chunk {
     fn new() -> Self {
         let entries =
-            Entries { entries: [Entry::ABSENT; CHUNK_BLOCKS], loading: [0; CHUNK_BLOCKS / 64], live: 0, dirty: 0 };
+            Entries { entries: [BlockEntry::ABSENT; CHUNK_BLOCKS], loading: [0; CHUNK_BLOCKS / 64], live: 0, dirty: 0 };
         Self { entries: RwLock::new(entries), waiters: Mutex::new(()), loaded: Condvar::new() }
     }
 
@@ -347,7 +349,7 @@ impl Image {
     pub(crate) fn count_zeros(&self) -> u64 {
         let chunks: Vec<Arc<Chunk>> = self.chunks.read().values().cloned().collect();
         let zeros = |chunk: &Arc<Chunk>| {
-            chunk.entries.read().entries.iter().filter(|e| e.state() == State::Zero).count() as u64
+            chunk.entries.read().entries.iter().filter(|e| e.state() == BlockState::Zero).count() as u64
         };
         chunks.iter().map(zeros).sum()
     }
@@ -360,8 +362,14 @@ mod tests {
     #[test]
     fn entries_keep_state_and_frame() {
         let frame = FrameIndex(FRAME_MASK - 1);
-        for state in [State::Absent, State::Zero, State::Clean(frame), State::Dirty(frame), State::Writeback(frame)] {
-            assert_eq!(Entry::from(state).state(), state);
+        for state in [
+            BlockState::Absent,
+            BlockState::Zero,
+            BlockState::Clean(frame),
+            BlockState::Dirty(frame),
+            BlockState::Writeback(frame),
+        ] {
+            assert_eq!(BlockEntry::from(state).state(), state);
         }
     }
 
@@ -369,12 +377,12 @@ mod tests {
     fn counts_follow_the_entries() {
         let chunk = Chunk::new();
         let mut entries = chunk.entries.write();
-        entries.set(3, State::Dirty(FrameIndex(0)));
-        entries.set(3, State::Writeback(FrameIndex(0)));
-        entries.set(4, State::Dirty(FrameIndex(1)));
+        entries.set(3, BlockState::Dirty(FrameIndex(0)));
+        entries.set(3, BlockState::Writeback(FrameIndex(0)));
+        entries.set(4, BlockState::Dirty(FrameIndex(1)));
         assert_eq!((entries.live, entries.dirty()), (2, 1));
-        entries.set(3, State::Absent);
-        entries.set(4, State::Zero);
+        entries.set(3, BlockState::Absent);
+        entries.set(4, BlockState::Zero);
         assert_eq!((entries.live, entries.dirty(), entries.only_zeros()), (1, 0, true));
         entries.set_loading(200, true);
         assert!(entries.is_loading(200) && !entries.only_zeros());

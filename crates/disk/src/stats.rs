@@ -16,7 +16,7 @@ pub(crate) struct ImageCounters {
 
 /// Counters of the whole cache.
 #[derive(Default)]
-pub(crate) struct Counters {
+pub(crate) struct CacheCounters {
     pub(crate) cow_breaks: AtomicU64,
     pub(crate) shared_on_load: AtomicU64,
     pub(crate) shared_after_writeback: AtomicU64,

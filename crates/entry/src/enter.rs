@@ -9,7 +9,7 @@
 //! After each step the tracer may die: the program goes on, and the new thread ends by itself if it is not served.
 
 use crate::borrow::{self, Words};
-use crate::image::Image;
+use crate::image::AgentImage;
 use crate::memory::{self, Memory};
 use crate::stop::{call_of, is_own, with_stopped};
 use crate::trace::{Registers, Report, Tracer};
@@ -166,7 +166,7 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
 ///
 /// # Errors
 /// [`EntryError`]; the program goes on as if nothing had been.
-pub fn enter(pid: i32, agent: &Image, settings: &Settings<'_>) -> Result<Entered, EntryError> {
+pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<Entered, EntryError> {
     if settings.socket.len() >= SOCKET_MAX || settings.domain.len() > 64 {
         return Err(EntryError::Refused("the path of the daemon's socket or the domain's name is too long".into()));
     }
@@ -210,7 +210,7 @@ struct Layout {
 /// What is entered, with what, and where.
 struct Plan<'a> {
     pid: i32,
-    agent: &'a Image,
+    agent: &'a AgentImage,
     layout: Layout,
     /// The program's mappings before the entry.
     maps: &'a [OwnedMap],
@@ -383,7 +383,7 @@ fn at_instructions(registers: &Registers, at: u64) -> Registers {
 
 /// What the instructions need, with the registers as the thread is to have them when it goes on.
 #[cfg(target_arch = "x86_64")]
-fn words(agent: &Image, layout: &Layout, registers: &Registers, mask: u64) -> Words {
+fn words(agent: &AgentImage, layout: &Layout, registers: &Registers, mask: u64) -> Words {
     // What the kernel does when a thread goes on that was stopped in a call: it makes the call again. Numbers of the kernel's own.
     const RESTART: [i64; 3] = [-512, -513, -514];
     const RESTART_BLOCK: i64 = -516;
@@ -432,7 +432,7 @@ fn at_instructions(registers: &Registers, _: u64) -> Registers {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn words(_: &Image, _: &Layout, _: &Registers, mask: u64) -> Words {
+fn words(_: &AgentImage, _: &Layout, _: &Registers, mask: u64) -> Words {
     Words { mask, ..Words::default() }
 }
 

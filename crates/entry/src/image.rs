@@ -17,7 +17,7 @@ const RELATIVE: u64 = 1027;
 
 /// The agent's file, understood.
 #[derive(Debug)]
-pub struct Image {
+pub struct AgentImage {
     /// Everything up to the end of the initialized data, at base 0.
     bytes: Vec<u8>,
     /// Addresses, less the base, of words to which the base is added, and what else is added.
@@ -40,12 +40,12 @@ fn number(file: &[u8], at: u64, len: usize) -> io::Result<u64> {
     Ok(bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte)))
 }
 
-impl Image {
+impl AgentImage {
     /// Reads `file`, a shared object in the ELF format.
     ///
     /// # Errors
     /// `InvalidData` if it is not what the build makes.
-    pub fn parse(file: &[u8]) -> io::Result<Image> {
+    pub fn parse(file: &[u8]) -> io::Result<AgentImage> {
         if file.get(..5) != Some(b"\x7fELF\x02") {
             return Err(broken("not a 64-bit ELF file"));
         }
@@ -77,7 +77,7 @@ impl Image {
         if code_len == 0 || begin >= code_len || !relocations.iter().all(is_data) {
             return Err(broken("code and data overlap"));
         }
-        Ok(Image { bytes, relocations, code_len, len, begin })
+        Ok(AgentImage { bytes, relocations, code_len, len, begin })
     }
 
     /// What lies in memory from `base` on; behind it come zeros.

@@ -38,18 +38,18 @@ const VERSION: u64 = 1 << SLOTS;
 
 /// What a slot in use holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kind(pub u8);
+pub struct SlotKind(pub u8);
 
-impl Kind {
+impl SlotKind {
     /// An offset of a record; the remainder is of the key's first hash.
-    pub const RECORD: Kind = Kind(10);
+    pub const RECORD: SlotKind = SlotKind(10);
     /// An offset of a record; the remainder is of the key's second hash.
-    pub const SECOND: Kind = Kind(11);
+    pub const SECOND: SlotKind = SlotKind(11);
 
     /// A value of `length` (at most 8) bytes in the slot itself, under a key of 8 bytes.
     #[inline]
-    pub const fn inline(length: usize) -> Kind {
-        Kind(1 + length as u8)
+    pub const fn inline(length: usize) -> SlotKind {
+        SlotKind(1 + length as u8)
     }
 
     /// The length of an inline value.
@@ -71,13 +71,13 @@ pub struct Mark(pub u8);
 
 impl Mark {
     #[inline]
-    pub const fn new(kind: Kind, remainder: u64) -> Mark {
+    pub const fn new(kind: SlotKind, remainder: u64) -> Mark {
         Mark(kind.0 << 4 | (remainder >> 48) as u8)
     }
 
     #[inline]
-    pub const fn kind(self) -> Kind {
-        Kind(self.0 >> 4)
+    pub const fn kind(self) -> SlotKind {
+        SlotKind(self.0 >> 4)
     }
 
     /// Whether it is of an entry with this remainder, the other bits of which were compared.
@@ -192,7 +192,7 @@ impl Bucket {
 
     /// Writes a free slot; it becomes an entry when the header says so.
     #[inline]
-    pub fn fill(&self, slot: usize, kind: Kind, remainder: u64, word: u64) {
+    pub fn fill(&self, slot: usize, kind: SlotKind, remainder: u64, word: u64) {
         self.low[slot].store(remainder as u32, Ordering::Relaxed);
         self.middle[slot].store((remainder >> 32) as u16, Ordering::Relaxed);
         self.marks[slot].store(Mark::new(kind, remainder).0, Ordering::Relaxed);

@@ -8,9 +8,9 @@
 //! recovering process may be killed too: it records what it does in the dead
 //! thread's record, so that the next recovery continues there.
 
-use crate::bucket::{Head, Kind, SLOTS};
+use crate::bucket::{Head, SLOTS, SlotKind};
 use crate::overflow_record::OverflowRecord;
-use crate::table::{Dir, Homes, Place, SHARDS, Spot, Table};
+use crate::table::{Dir, EntryPosition, Homes, SHARDS, Spot, Table};
 use llds::arena::DeadThread;
 use llds::arena::fault::point;
 use std::collections::HashSet;
@@ -99,7 +99,7 @@ impl Table {
     /// beside the lock under which to resolve it, and no other recovery does.
     fn drop_second_copies(&self, dead: &DeadThread<'_>, shard: usize) {
         let dir = self.dir(shard, Ordering::Acquire);
-        let mut entries: Vec<(Place, u64)> = Vec::new();
+        let mut entries: Vec<(EntryPosition, u64)> = Vec::new();
         self.each_in(shard, |place, remainder| entries.push((place, remainder)));
         for &(place, remainder) in &entries {
             let (bucket, slot) = self.first_copy(dir, place, remainder);
@@ -119,19 +119,19 @@ impl Table {
         }
     }
 
-    fn unlink(&self, dir: Dir, place: Place) {
+    fn unlink(&self, dir: Dir, place: EntryPosition) {
         let bucket = self.bucket(dir, place.bucket);
         bucket.head.store(bucket.head(Ordering::Relaxed).without(place.slot).0, Ordering::Release);
         point();
     }
 
     /// The position where a reader finds the key of `place`.
-    fn first_copy(&self, dir: Dir, place: Place, remainder: u64) -> (usize, usize) {
+    fn first_copy(&self, dir: Dir, place: EntryPosition, remainder: u64) -> (usize, usize) {
         let mut key = Vec::new();
         let word_key = match OverflowRecord::at(&self.arena, place.word).filter(|_| place.kind.is_record()) {
             Some(record) => {
                 record.copy_key(&mut key);
-                key.len() == 8 && place.kind == Kind::RECORD
+                key.len() == 8 && place.kind == SlotKind::RECORD
             }
             None => true,
         };
@@ -145,7 +145,7 @@ impl Table {
                     let record = OverflowRecord::at(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
                     match record {
                         Some(record) if place.kind.is_record() => kind == place.kind && record.has_key(&key),
-                        Some(record) => kind == Kind::RECORD && record.key_bytes == 8,
+                        Some(record) => kind == SlotKind::RECORD && record.key_bytes == 8,
                         None => false,
                     }
                 } else {
@@ -234,7 +234,7 @@ impl Table {
         &self,
         shard: usize,
         dir: Dir,
-        place: Place,
+        place: EntryPosition,
         remainder: u64,
         report: &mut Report,
     ) -> Result<(), String> {
@@ -258,7 +258,7 @@ impl Table {
             };
             let mut key = Vec::new();
             record.copy_key(&mut key);
-            let second = place.kind == Kind::SECOND;
+            let second = place.kind == SlotKind::SECOND;
             let hash = if second { self.hasher.second(&key) } else { self.hasher.first(&key) };
             let spot = Spot::of(hash);
             if (spot.shard, spot.remainder) != (shard, remainder) {

@@ -1,6 +1,6 @@
 //! The store: what a program calls.
 
-use crate::bucket::Kind;
+use crate::bucket::SlotKind;
 use crate::config::Options;
 use crate::error::Error;
 use crate::hash::{Hash, Hasher, random};
@@ -441,7 +441,7 @@ impl Store {
                 Ok(bytes) => u64::from_ne_bytes(bytes),
                 Err(_) => short_word(value),
             };
-            if let Some(existed) = self.table.set_word(hash, Kind::inline(value.len()), word, prefetched) {
+            if let Some(existed) = self.table.set_word(hash, SlotKind::inline(value.len()), word, prefetched) {
                 return Ok(existed);
             }
         }

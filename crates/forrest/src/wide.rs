@@ -125,7 +125,7 @@ fn matches_sse2(first: &Bucket, first_head: Head, second: &Bucket, second_head: 
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
     use super::*;
-    use crate::bucket::{Kind, SLOTS};
+    use crate::bucket::{SLOTS, SlotKind};
     use proptest::prelude::*;
     use std::sync::atomic::Ordering;
 
@@ -140,7 +140,7 @@ mod tests {
             for (index, word) in words.into_iter().enumerate() {
                 let word = if index % 3 == 0 { word & 0xffff_0000_0000 | remainder & 0xf_0000_ffff_ffff } else { word };
                 let word = if index % 5 == 0 { remainder } else { word };
-                buckets[index / SLOTS].fill(index % SLOTS, Kind::inline(8), word, 0);
+                buckets[index / SLOTS].fill(index % SLOTS, SlotKind::inline(8), word, 0);
             }
             for (bucket, used) in buckets.iter().zip(used) {
                 bucket.head.store(0x1234_5600 | u64::from(used), Ordering::Relaxed);

@@ -13,7 +13,7 @@ mod primitive {
     pub use loom::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 }
 
-use bucket::{Bucket, Kind};
+use bucket::{Bucket, SlotKind};
 use loom::sync::Arc;
 use loom::sync::atomic::{Ordering, fence};
 use loom::thread;
@@ -47,7 +47,7 @@ fn look(bucket: &Bucket, remainder: u64) -> Option<Option<u64>> {
 fn insert(bucket: &Bucket, remainder: u64, value: u64) {
     let head = bucket.head(Ordering::Relaxed);
     fence(Ordering::Release);
-    bucket.fill(head.free_slot(), Kind::inline(8), remainder, value);
+    bucket.fill(head.free_slot(), SlotKind::inline(8), remainder, value);
     bucket.head.store(head.filled().0, Ordering::Release);
 }
 
@@ -94,7 +94,7 @@ fn an_entry_that_changes_its_kind_is_never_missed() {
         // As `put` does when the kind changes: a copy in another slot, and both switched by one store.
         let head = bucket.head(Ordering::Relaxed);
         fence(Ordering::Release);
-        bucket.fill(1, Kind::RECORD, OLD, 2);
+        bucket.fill(1, SlotKind::RECORD, OLD, 2);
         bucket.head.store(head.with(1).without(0).0, Ordering::Release);
         reader.join().unwrap();
         assert_eq!(look(&bucket, OLD), Some(Some(2)));

@@ -5,7 +5,7 @@
 //! would be another store format.
 
 use crate::digest::Digest;
-use crate::tree::{Data, Id, Kind, ROOT, Tree};
+use crate::tree::{Data, FileKind, Id, ROOT, Tree};
 use std::collections::HashSet;
 
 /// Objects of one directory of a link farm: their names fit into one block of it.
@@ -22,7 +22,7 @@ pub(crate) fn order(tree: &Tree) -> Vec<Id> {
         order.push(dir);
         let mut below = Vec::new();
         for (_, child) in tree.children(dir) {
-            if matches!(tree.inode(child).kind, Kind::Dir(_)) {
+            if matches!(tree.inode(child).kind, FileKind::Dir(_)) {
                 below.push(child);
             } else if seen.insert(child) {
                 order.push(child);
@@ -43,7 +43,7 @@ pub(crate) fn order(tree: &Tree) -> Vec<Id> {
 pub(crate) fn numbered_objects(tree: &Tree, order: &[Id]) -> Vec<Digest> {
     let mut seen = HashSet::new();
     let object = |id: &Id| match tree.inode(*id).kind {
-        Kind::File(Data::Object(digest, _)) => Some(digest),
+        FileKind::File(Data::Object(digest, _)) => Some(digest),
         _ => None,
     };
     order.iter().filter_map(object).filter(|digest| seen.insert(*digest)).collect()
@@ -72,14 +72,14 @@ pub(crate) mod tests {
     /// Seven hundred files in nested directories, with equal files and a hard link among them.
     pub(crate) fn tree() -> Tree {
         let mut tree = Tree::default();
-        let dir = || Inode { meta: Meta { mode: 0o755, ..Meta::default() }, kind: Kind::Dir(Default::default()) };
+        let dir = || Inode { meta: Meta { mode: 0o755, ..Meta::default() }, kind: FileKind::Dir(Default::default()) };
         for path in ["usr", "usr/lib", "usr/lib/deep", "usr/bin", "etc"] {
             tree.put(path.as_bytes(), dir()).unwrap();
         }
         for number in 0..700u32 {
             // Every third file equals another one.
             let data = Data::Object(Digest::of(&(number - number % 3 / 2).to_le_bytes()), 100);
-            let file = Inode { meta: Meta::default(), kind: Kind::File(data) };
+            let file = Inode { meta: Meta::default(), kind: FileKind::File(data) };
             let dir = ["usr/lib", "usr/lib/deep", "usr/bin", "etc", "."][number as usize % 5];
             tree.put(format!("{dir}/{number:03}").as_bytes(), file).unwrap();
         }
@@ -98,8 +98,8 @@ pub(crate) mod tests {
         assert_eq!((order[0], sorted), (ROOT, reachable));
         let at = |id: Id| order.iter().position(|other| *other == id).unwrap();
         let mut seen = HashSet::new();
-        for dir in order.iter().filter(|id| matches!(tree.inode(**id).kind, Kind::Dir(_))) {
-            let is_file = |id: &Id| !matches!(tree.inode(*id).kind, Kind::Dir(_));
+        for dir in order.iter().filter(|id| matches!(tree.inode(**id).kind, FileKind::Dir(_))) {
+            let is_file = |id: &Id| !matches!(tree.inode(*id).kind, FileKind::Dir(_));
             let files = tree.children(*dir).map(|(_, child)| child).filter(|id| is_file(id) && seen.insert(*id));
             for (number, file) in files.enumerate() {
                 assert_eq!(at(file), at(*dir) + 1 + number);

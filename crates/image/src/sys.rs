@@ -319,12 +319,12 @@ pub fn loop_device(file: &File) -> io::Result<(PathBuf, File)> {
 
 /// A file mapped shared and read-only; only residency and frame numbers are asked of it, its bytes are never read
 /// through the mapping except to bring a page in, so a file cut short cannot raise SIGBUS here unless asked to touch.
-pub struct Map {
+pub struct MappedFile {
     start: *mut c_void,
     size: usize,
 }
 
-impl Map {
+impl MappedFile {
     /// Maps the first `size` bytes of `file`.
     ///
     /// # Errors
@@ -385,7 +385,7 @@ impl Map {
     }
 }
 
-impl Drop for Map {
+impl Drop for MappedFile {
     fn drop(&mut self) {
         // SAFETY: `self` owns the mapping, and no reference to its bytes is ever made.
         let _ = unsafe { rustix::mm::munmap(self.start, self.size) };

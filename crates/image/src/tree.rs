@@ -58,7 +58,7 @@ impl Data {
 
 /// The kinds of file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum FileKind {
     /// A directory: names to inodes, without `.` and `..`.
     Dir(BTreeMap<Box<[u8]>, Id>),
     /// A regular file.
@@ -75,17 +75,17 @@ pub enum Kind {
     Socket,
 }
 
-impl Kind {
+impl FileKind {
     /// The S_IFMT bits.
     pub fn type_bits(&self) -> u16 {
         (match self {
-            Kind::Dir(_) => libc::S_IFDIR,
-            Kind::File(_) => libc::S_IFREG,
-            Kind::Symlink(_) => libc::S_IFLNK,
-            Kind::Char(..) => libc::S_IFCHR,
-            Kind::Block(..) => libc::S_IFBLK,
-            Kind::Fifo => libc::S_IFIFO,
-            Kind::Socket => libc::S_IFSOCK,
+            FileKind::Dir(_) => libc::S_IFDIR,
+            FileKind::File(_) => libc::S_IFREG,
+            FileKind::Symlink(_) => libc::S_IFLNK,
+            FileKind::Char(..) => libc::S_IFCHR,
+            FileKind::Block(..) => libc::S_IFBLK,
+            FileKind::Fifo => libc::S_IFIFO,
+            FileKind::Socket => libc::S_IFSOCK,
         }) as u16
     }
 }
@@ -96,7 +96,7 @@ pub struct Inode {
     /// Owner, mode, times, attributes.
     pub meta: Meta,
     /// What it is.
-    pub kind: Kind,
+    pub kind: FileKind,
 }
 
 /// A whole tree; inodes that no name reaches any more are ignored.
@@ -120,7 +120,7 @@ const LINKS_MAX: usize = 40;
 impl Default for Tree {
     fn default() -> Self {
         let meta = Meta { mode: 0o755, ..Meta::default() };
-        Self { inodes: vec![Inode { meta, kind: Kind::Dir(BTreeMap::new()) }], steps: 0 }
+        Self { inodes: vec![Inode { meta, kind: FileKind::Dir(BTreeMap::new()) }], steps: 0 }
     }
 }
 
@@ -138,7 +138,7 @@ impl Tree {
     /// The names in directory `id`; empty for anything else.
     pub fn children(&self, id: Id) -> impl Iterator<Item = (&[u8], Id)> {
         let dir = match &self.inode(id).kind {
-            Kind::Dir(names) => Some(names),
+            FileKind::Dir(names) => Some(names),
             _ => None,
         };
         dir.into_iter().flatten().map(|(name, id)| (&**name, *id))
@@ -156,14 +156,14 @@ impl Tree {
 
     fn dir(&self, id: Id) -> Option<&BTreeMap<Box<[u8]>, Id>> {
         match &self.inode(id).kind {
-            Kind::Dir(names) => Some(names),
+            FileKind::Dir(names) => Some(names),
             _ => None,
         }
     }
 
     fn dir_mut(&mut self, id: Id) -> &mut BTreeMap<Box<[u8]>, Id> {
         match &mut self.inode_mut(id).kind {
-            Kind::Dir(names) => names,
+            FileKind::Dir(names) => names,
             _ => unreachable!("callers pass directories"),
         }
     }
@@ -244,8 +244,8 @@ impl Tree {
                 return Err(too_deep());
             }
             match self.child(here, &part).map(|id| (id, &self.inode(id).kind)) {
-                Some((id, Kind::Dir(_))) => stack.push(id),
-                Some((_, Kind::Symlink(target))) if !(make && gives_way(here, &part)) => {
+                Some((id, FileKind::Dir(_))) => stack.push(id),
+                Some((_, FileKind::Symlink(target))) if !(make && gives_way(here, &part)) => {
                     links += 1;
                     if links > LINKS_MAX {
                         return Err(input!("{}: more than {LINKS_MAX} symbolic links on the way", show(path)));
@@ -264,7 +264,7 @@ impl Tree {
                 found if make && (found.is_none() || gives_way(here, &part)) => {
                     check_name(&part)?;
                     let meta = Meta { mode: 0o755, ..Meta::default() };
-                    let id = self.add(Inode { meta, kind: Kind::Dir(BTreeMap::new()) });
+                    let id = self.add(Inode { meta, kind: FileKind::Dir(BTreeMap::new()) });
                     self.dir_mut(here).insert(part.into(), id);
                     stack.push(id);
                 }
@@ -284,7 +284,7 @@ impl Tree {
     /// See [`Tree::resolve_parent`].
     pub fn put(&mut self, path: &[u8], inode: Inode) -> Result<Id> {
         let Some((dir, name)) = self.resolve_parent(path, true)? else {
-            if matches!(inode.kind, Kind::Dir(_)) {
+            if matches!(inode.kind, FileKind::Dir(_)) {
                 self.inodes[0].meta = inode.meta;
                 return Ok(ROOT);
             }
@@ -295,7 +295,7 @@ impl Tree {
 
     /// The same for `name` in directory `dir`.
     pub(crate) fn put_in(&mut self, dir: Id, name: &[u8], inode: Inode) -> Result<Id> {
-        if let (Some(old), Kind::Dir(_)) = (self.child(dir, name), &inode.kind)
+        if let (Some(old), FileKind::Dir(_)) = (self.child(dir, name), &inode.kind)
             && self.dir(old).is_some()
         {
             self.inode_mut(old).meta = inode.meta;
@@ -390,7 +390,7 @@ impl Tree {
     pub fn objects(&self) -> Vec<(Digest, u64, u32)> {
         let mut all: BTreeMap<Digest, (u64, u32)> = BTreeMap::new();
         for id in self.reachable().0 {
-            if let Kind::File(Data::Object(digest, size)) = &self.inode(id).kind {
+            if let FileKind::File(Data::Object(digest, size)) = &self.inode(id).kind {
                 all.entry(*digest).or_insert((*size, 0)).1 += 1;
             }
         }
@@ -472,11 +472,11 @@ mod tests {
     use super::*;
 
     fn file(text: &str) -> Inode {
-        Inode { meta: Meta::default(), kind: Kind::File(Data::Inline(text.as_bytes().into())) }
+        Inode { meta: Meta::default(), kind: FileKind::File(Data::Inline(text.as_bytes().into())) }
     }
 
     fn link(target: &str) -> Inode {
-        Inode { meta: Meta::default(), kind: Kind::Symlink(target.as_bytes().into()) }
+        Inode { meta: Meta::default(), kind: FileKind::Symlink(target.as_bytes().into()) }
     }
 
     #[test]
@@ -510,7 +510,7 @@ mod tests {
     fn directories_merge_and_files_replace() {
         let mut tree = Tree::default();
         tree.put(b"d/x", file("1")).unwrap();
-        let dir = Inode { meta: Meta { mode: 0o700, ..Meta::default() }, kind: Kind::Dir(BTreeMap::new()) };
+        let dir = Inode { meta: Meta { mode: 0o700, ..Meta::default() }, kind: FileKind::Dir(BTreeMap::new()) };
         tree.put(b"d", dir).unwrap();
         assert!(tree.find(b"d/x").is_some());
         tree.put(b"d", file("now a file")).unwrap();

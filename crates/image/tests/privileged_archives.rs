@@ -8,7 +8,7 @@ use pagefold_image::config::Limits;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::tar::Reader;
-use pagefold_image::tree::{Id, Kind, Meta, Tree, show, split};
+use pagefold_image::tree::{FileKind, Id, Meta, Tree, show, split};
 use pagefold_image::unpack;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
@@ -72,10 +72,10 @@ fn listing(tree: &Tree, named: &BTreeSet<Vec<u8>>) -> Listing {
     let (mut found, mut first) = (Listing::new(), HashMap::<Id, String>::new());
     tree.walk(|path, id| {
         let (inode, shown) = (tree.inode(id), show(path));
-        let is_dir = matches!(inode.kind, Kind::Dir(_));
+        let is_dir = matches!(inode.kind, FileKind::Dir(_));
         let what = match (&inode.kind, first.get(&id)) {
             (_, Some(other)) => format!("another name of {other}"),
-            (Kind::Dir(_), _) => "directory".to_string(),
+            (FileKind::Dir(_), _) => "directory".to_string(),
             (kind, _) => format!("{kind:?}"),
         };
         first.entry(id).or_insert_with(|| shown.clone());

@@ -9,7 +9,7 @@ use pagefold_image::config::Limits;
 use pagefold_image::oci::{self, Wanted};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
-use pagefold_image::tree::{Kind, ROOT, Tree};
+use pagefold_image::tree::{FileKind, ROOT, Tree};
 use pagefold_image::{Error, unpack};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -70,7 +70,7 @@ fn links_lead_nowhere_outside() {
         [header(b"out", b'2', 0, b"/tmp/../../etc"), file(b"out/evil", b"x"), header(b"gone", b'2', 0, b"nowhere")];
     let (mut tree, _) = bench.read(&archive(&parts)).unwrap();
     assert!(tree.find(b"etc/evil").is_some());
-    assert!(matches!(tree.inode(tree.clone().find(b"gone").unwrap()).kind, Kind::Symlink(_)));
+    assert!(matches!(tree.inode(tree.clone().find(b"gone").unwrap()).kind, FileKind::Symlink(_)));
     let loops = [header(b"a", b'2', 0, b"b"), header(b"b", b'2', 0, b"a"), file(b"a/x", b"x")];
     bench.refused(&archive(&loops), "symbolic links");
     for target in [&b"/etc/passwd"[..], b"missing", b"../../etc/passwd"] {

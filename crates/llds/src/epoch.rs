@@ -2,7 +2,7 @@
 //!
 //! This is classic epoch-based reclamation with three ages. A thread that is about to follow links
 //! *pins*: it publishes the epoch it saw. The epoch moves from `e` to `e + 1` only when every pinned
-//! thread has published `e`. Memory unlinked and then stamped with `e` can be reused once the epoch
+//! thread has published `e`. LineMemory unlinked and then stamped with `e` can be reused once the epoch
 //! is `e + 2`: every thread that pinned before the unlinking has unpinned by then.
 //!
 //! This module only keeps time. It holds no garbage, runs no destructor and allocates nothing: each

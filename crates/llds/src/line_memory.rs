@@ -14,7 +14,7 @@ pub(crate) const LINE_BYTES: usize = 64;
 const HUGE_BYTES: usize = 2 << 20;
 
 /// A mapping of lines.
-pub(crate) struct Memory {
+pub(crate) struct LineMemory {
     #[cfg(not(loom))]
     base: *mut AtomicU64,
     #[cfg(loom)]
@@ -24,13 +24,13 @@ pub(crate) struct Memory {
 
 // SAFETY: the memory is not bound to a thread; it is accessed only through atomics and unmapped only by Drop.
 #[cfg(not(loom))]
-unsafe impl Send for Memory {}
+unsafe impl Send for LineMemory {}
 // SAFETY: the memory is accessed only through atomics and unmapped only by Drop.
 #[cfg(not(loom))]
-unsafe impl Sync for Memory {}
+unsafe impl Sync for LineMemory {}
 
 #[cfg(not(loom))]
-impl Memory {
+impl LineMemory {
     /// Reserves address space for `lines` lines of zeros. Physical memory comes with the first
     /// touch; after the first 2 MiB in huge pages, if `huge` is set and the system has them.
     pub(crate) fn reserve(lines: u64, huge: bool) -> io::Result<Self> {
@@ -136,7 +136,7 @@ fn raw_at(address: usize) -> *mut libc::c_void {
 }
 
 #[cfg(not(loom))]
-impl Drop for Memory {
+impl Drop for LineMemory {
     fn drop(&mut self) {
         // SAFETY: `reserve` or `map` made the mapping; references into it borrow `self`, so none is left.
         unsafe {
@@ -146,7 +146,7 @@ impl Drop for Memory {
 }
 
 #[cfg(loom)]
-impl Memory {
+impl LineMemory {
     pub(crate) fn reserve(lines: u64, _huge: bool) -> io::Result<Self> {
         Ok(Self { words: (0..lines * 8).map(|_| AtomicU64::new(0)).collect(), lines })
     }
@@ -166,7 +166,7 @@ impl Memory {
     }
 }
 
-impl Memory {
+impl LineMemory {
     /// How many lines there are.
     pub(crate) fn lines(&self) -> u64 {
         self.lines

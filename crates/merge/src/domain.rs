@@ -14,9 +14,9 @@ mod unlisted_slots;
 mod watch_stage;
 
 use crate::client::{Client, Gone, PoolMapping};
-use crate::page::State;
-use crate::plan::Run;
-use crate::stats::{ClientStats, Counters, DomainStats, add, why_word};
+use crate::page::PageState;
+use crate::plan::PageRun;
+use crate::stats::{ClientStats, DomainCounters, DomainStats, add, why_word};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_os::sync::{lock, read, write};
@@ -88,7 +88,7 @@ impl Default for Config {
 
 /// What an index entry stands for: a candidate page, or a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Entry {
+enum IndexEntry {
     Candidate { chunk: u32, page: u32 },
     Slot(Slot),
 }
@@ -101,19 +101,19 @@ const EDGES: i64 = 2;
 
 const SLOT_BIT: u64 = 1 << 39;
 
-impl Entry {
+impl IndexEntry {
     fn value(self) -> u64 {
         match self {
-            Entry::Candidate { chunk, page } => u64::from(chunk) << 9 | u64::from(page),
-            Entry::Slot(slot) => SLOT_BIT | u64::from(slot.number()),
+            IndexEntry::Candidate { chunk, page } => u64::from(chunk) << 9 | u64::from(page),
+            IndexEntry::Slot(slot) => SLOT_BIT | u64::from(slot.number()),
         }
     }
 
-    fn from_value(value: u64) -> Entry {
+    fn from_value(value: u64) -> IndexEntry {
         if value & SLOT_BIT != 0 {
-            Entry::Slot(Slot::from_number((value & !SLOT_BIT) as u32))
+            IndexEntry::Slot(Slot::from_number((value & !SLOT_BIT) as u32))
         } else {
-            Entry::Candidate { chunk: (value >> 9) as u32, page: (value & (CHUNK_PAGES as u64 - 1)) as u32 }
+            IndexEntry::Candidate { chunk: (value >> 9) as u32, page: (value & (CHUNK_PAGES as u64 - 1)) as u32 }
         }
     }
 }
@@ -134,8 +134,8 @@ struct ChunkRefs {
 
 impl ChunkRefs {
     /// The client and address of the page that a candidate's entry stands for.
-    fn place(&self, entry: Entry) -> Option<(ClientId, u64)> {
-        let Entry::Candidate { chunk, page } = entry else { return None };
+    fn place(&self, entry: IndexEntry) -> Option<(ClientId, u64)> {
+        let IndexEntry::Candidate { chunk, page } = entry else { return None };
         let to = self.refs.get(chunk as usize)?.as_ref()?;
         Some((to.client, to.addr + u64::from(page) * PAGE_SIZE as u64))
     }
@@ -210,7 +210,7 @@ struct Work {
     /// Chunks of huge pages to be probed in this period, the first last.
     probes: Vec<u64>,
     /// Short runs that wait until all runs of this pass are known: the longest go first.
-    deferred: Vec<Run>,
+    deferred: Vec<PageRun>,
     /// Mappings that they will add, about.
     deferred_mappings: i64,
     /// Period in which the first of them came.
@@ -242,7 +242,7 @@ struct Idle {
 
 impl Work {
     /// Lets short runs wait.
-    fn defer(&mut self, runs: Vec<Run>) {
+    fn defer(&mut self, runs: Vec<PageRun>) {
         if self.deferred.is_empty() {
             self.deferred_since = self.period;
         }
@@ -255,7 +255,7 @@ impl Work {
     }
 
     /// The short runs that waited.
-    fn take_deferred(&mut self) -> Vec<Run> {
+    fn take_deferred(&mut self) -> Vec<PageRun> {
         self.deferred_mappings = 0;
         std::mem::take(&mut self.deferred)
     }
@@ -320,7 +320,7 @@ pub struct Domain {
     unlisted: Mutex<unlisted_slots::UnlistedSlots>,
     /// Room for fetched pages, for each worker at work one.
     buffers: Mutex<Vec<Vec<Page>>>,
-    counters: Counters,
+    counters: DomainCounters,
 }
 
 /// The sweep of the index for dead entries: a part in each period, until a whole round found nothing to do.
@@ -365,7 +365,7 @@ impl Domain {
             repeats: RwLock::default(),
             unlisted: Mutex::default(),
             buffers: Mutex::default(),
-            counters: Counters::default(),
+            counters: DomainCounters::default(),
             config,
         })
     }
@@ -449,7 +449,7 @@ impl Domain {
     fn drop_all(&self, work: &mut Work) {
         let pool = &self.pool;
         let drop_page = |_, state| {
-            if let State::Shared(slot) = state {
+            if let PageState::Shared(slot) = state {
                 pool.remove_sharer(slot);
             }
         };
@@ -711,7 +711,7 @@ impl Domain {
     }
 
     /// Sends notices to the owners of candidates.
-    fn notify_owners(&self, notices: &[(Entry, Option<Slot>)]) {
+    fn notify_owners(&self, notices: &[(IndexEntry, Option<Slot>)]) {
         if notices.is_empty() {
             return;
         }
@@ -799,9 +799,9 @@ impl Domain {
     }
 
     /// What the domain knows about a client's page: why it is, or is not, merged.
-    pub fn page_state(&self, id: ClientId, addr: u64) -> State {
+    pub fn page_state(&self, id: ClientId, addr: u64) -> PageState {
         let member = read(&self.members).get(&id).cloned();
-        member.map_or(State::Unknown, |member| lock(&member.work).table.state(addr))
+        member.map_or(PageState::Unknown, |member| lock(&member.work).table.state(addr))
     }
 
     /// Every page that the ledger says is shared: (client, address, slot), for checks against the kernel's page tables.
@@ -887,7 +887,7 @@ impl Domain {
         *work.refused.entry(why).or_default() += 1;
     }
 
-    fn count(&self, f: impl Fn(&Counters) -> &AtomicU64, by: u64) {
+    fn count(&self, f: impl Fn(&DomainCounters) -> &AtomicU64, by: u64) {
         add(f(&self.counters), by);
     }
 }
@@ -904,7 +904,7 @@ fn shared_from(work: &Work, from: u64) -> impl Iterator<Item = (u64, Slot)> + '_
     let chunks = work.table.chunks();
     let first = chunks.partition_point(|chunk| chunk.addr + CHUNK_LEN <= from);
     let shared = |chunk: &'_ Chunk, index| match chunk.state(index) {
-        State::Shared(slot) => Some((chunk.page_addr(index), slot)),
+        PageState::Shared(slot) => Some((chunk.page_addr(index), slot)),
         _ => None,
     };
     let chunks = chunks[first..].iter().filter(|chunk| chunk.counts.shared > 0);

@@ -16,7 +16,7 @@ pub const BACKOFF_MAX: u32 = 7;
 
 /// What we know about a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum PageState {
     /// Never seen, or gone.
     Unknown,
     /// Protected; `silent` periods without a write. `fresh`: reported in this very period.
@@ -74,21 +74,21 @@ const MASK: u32 = (1 << TAG) - 1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Packed(u32);
 
-impl State {
+impl PageState {
     /// Packs the state; numbers that do not fit are cut off at their largest.
     pub fn pack(self) -> Packed {
         let (tag, value) = match self {
-            State::Unknown => (0, 0),
-            State::Zero => (0, 1),
-            State::Arming { backoff } => (0, 2 | backoff.min(BACKOFF_MAX) << 4),
-            State::Armed { silent, backoff, fresh } => {
+            PageState::Unknown => (0, 0),
+            PageState::Zero => (0, 1),
+            PageState::Arming { backoff } => (0, 2 | backoff.min(BACKOFF_MAX) << 4),
+            PageState::Armed { silent, backoff, fresh } => {
                 (1, silent.min(3) | backoff.min(BACKOFF_MAX) << 4 | u32::from(fresh) << 8)
             }
-            State::Sleeping { periods, backoff } => (2, periods.min(0xffff) << 4 | backoff.min(BACKOFF_MAX)),
-            State::Candidate { indexed, backoff } => (3, u32::from(indexed) | backoff.min(BACKOFF_MAX) << 4),
-            State::Shared(slot) => (4, slot.number() & MASK),
-            State::Broken { age, backoff } => (5, age.min(0xffff) << 4 | backoff.min(BACKOFF_MAX)),
-            State::Refused { why, periods } => (6, why as u32 | periods.min(0xffff) << 8),
+            PageState::Sleeping { periods, backoff } => (2, periods.min(0xffff) << 4 | backoff.min(BACKOFF_MAX)),
+            PageState::Candidate { indexed, backoff } => (3, u32::from(indexed) | backoff.min(BACKOFF_MAX) << 4),
+            PageState::Shared(slot) => (4, slot.number() & MASK),
+            PageState::Broken { age, backoff } => (5, age.min(0xffff) << 4 | backoff.min(BACKOFF_MAX)),
+            PageState::Refused { why, periods } => (6, why as u32 | periods.min(0xffff) << 8),
         };
         Packed(tag << TAG | value)
     }
@@ -101,58 +101,62 @@ impl Packed {
     }
 
     /// Unpacks the state.
-    pub fn get(self) -> State {
+    pub fn get(self) -> PageState {
         let value = self.0 & MASK;
         match self.0 >> TAG {
-            1 => State::Armed { silent: value & 3, backoff: value >> 4 & 7, fresh: value >> 8 & 1 != 0 },
-            2 => State::Sleeping { periods: value >> 4, backoff: value & 7 },
-            3 => State::Candidate { indexed: value & 1 != 0, backoff: value >> 4 & 7 },
-            4 => State::Shared(Slot::from_number(value)),
-            5 => State::Broken { age: value >> 4, backoff: value & 7 },
-            6 => State::Refused { why: RefusalReason::from_number(value & 0xff), periods: value >> 8 },
+            1 => PageState::Armed { silent: value & 3, backoff: value >> 4 & 7, fresh: value >> 8 & 1 != 0 },
+            2 => PageState::Sleeping { periods: value >> 4, backoff: value & 7 },
+            3 => PageState::Candidate { indexed: value & 1 != 0, backoff: value >> 4 & 7 },
+            4 => PageState::Shared(Slot::from_number(value)),
+            5 => PageState::Broken { age: value >> 4, backoff: value & 7 },
+            6 => PageState::Refused { why: RefusalReason::from_number(value & 0xff), periods: value >> 8 },
             _ => match value & 3 {
-                0 => State::Unknown,
-                1 => State::Zero,
-                _ => State::Arming { backoff: value >> 4 & 7 },
+                0 => PageState::Unknown,
+                1 => PageState::Zero,
+                _ => PageState::Arming { backoff: value >> 4 & 7 },
             },
         }
     }
 }
 
 /// What a report of a write makes of a page (its sharer, if it had one, is settled by the caller).
-pub fn on_written(state: State) -> State {
+pub fn on_written(state: PageState) -> PageState {
     match state {
-        State::Unknown | State::Zero | State::Refused { .. } => State::Armed { silent: 0, backoff: 0, fresh: true },
-        State::Arming { backoff } => State::Armed { silent: 0, backoff, fresh: true },
-        State::Armed { backoff, .. } => caught(backoff),
+        PageState::Unknown | PageState::Zero | PageState::Refused { .. } => {
+            PageState::Armed { silent: 0, backoff: 0, fresh: true }
+        }
+        PageState::Arming { backoff } => PageState::Armed { silent: 0, backoff, fresh: true },
+        PageState::Armed { backoff, .. } => caught(backoff),
         // A candidate was silent for long: its first write costs it nothing but the candidacy.
-        State::Candidate { backoff, .. } => State::Armed { silent: 0, backoff, fresh: true },
-        State::Sleeping { .. } => state,
-        State::Shared(_) | State::Broken { .. } => State::Armed { silent: 0, backoff: 1, fresh: true },
+        PageState::Candidate { backoff, .. } => PageState::Armed { silent: 0, backoff, fresh: true },
+        PageState::Sleeping { .. } => state,
+        PageState::Shared(_) | PageState::Broken { .. } => PageState::Armed { silent: 0, backoff: 1, fresh: true },
     }
 }
 
 /// A page was written though it had been protected a period ago: look away, longer each time.
-fn caught(backoff: u32) -> State {
+fn caught(backoff: u32) -> PageState {
     let backoff = (backoff + 1).min(BACKOFF_MAX);
-    State::Sleeping { periods: (1 << backoff) - 1, backoff }
+    PageState::Sleeping { periods: (1 << backoff) - 1, backoff }
 }
 
 /// What the end of a period makes of a page that needs a look (armed, sleeping, refused, broken).
-pub fn on_period(state: State) -> State {
+pub fn on_period(state: PageState) -> PageState {
     match state {
-        State::Armed { backoff, fresh: true, .. } => State::Armed { silent: 0, backoff, fresh: false },
-        State::Armed { silent, backoff, fresh: false } if silent + 1 >= SILENT_PERIODS => {
-            State::Candidate { indexed: false, backoff }
+        PageState::Armed { backoff, fresh: true, .. } => PageState::Armed { silent: 0, backoff, fresh: false },
+        PageState::Armed { silent, backoff, fresh: false } if silent + 1 >= SILENT_PERIODS => {
+            PageState::Candidate { indexed: false, backoff }
         }
-        State::Armed { silent, backoff, fresh: false } => State::Armed { silent: silent + 1, backoff, fresh: false },
+        PageState::Armed { silent, backoff, fresh: false } => {
+            PageState::Armed { silent: silent + 1, backoff, fresh: false }
+        }
         // Protected since it was caught, looked at again, and silent: it has come to rest.
-        State::Arming { backoff } => State::Armed { silent: 1, backoff, fresh: false },
-        State::Sleeping { periods, backoff } if periods <= 1 => State::Arming { backoff },
-        State::Sleeping { periods, backoff } => State::Sleeping { periods: periods - 1, backoff },
-        State::Refused { periods, .. } if periods <= 1 => State::Armed { silent: 0, backoff: 0, fresh: false },
-        State::Refused { why, periods } => State::Refused { why, periods: periods - 1 },
-        State::Broken { age, backoff } => State::Broken { age: age + 1, backoff },
+        PageState::Arming { backoff } => PageState::Armed { silent: 1, backoff, fresh: false },
+        PageState::Sleeping { periods, backoff } if periods <= 1 => PageState::Arming { backoff },
+        PageState::Sleeping { periods, backoff } => PageState::Sleeping { periods: periods - 1, backoff },
+        PageState::Refused { periods, .. } if periods <= 1 => PageState::Armed { silent: 0, backoff: 0, fresh: false },
+        PageState::Refused { why, periods } => PageState::Refused { why, periods: periods - 1 },
+        PageState::Broken { age, backoff } => PageState::Broken { age: age + 1, backoff },
         other => other,
     }
 }
@@ -163,55 +167,55 @@ mod tests {
 
     #[test]
     fn packing_keeps_every_state() {
-        let mut states = vec![State::Unknown, State::Zero, State::Shared(Slot::from_number(MASK))];
+        let mut states = vec![PageState::Unknown, PageState::Zero, PageState::Shared(Slot::from_number(MASK))];
         for backoff in 0..=BACKOFF_MAX {
-            states.push(State::Arming { backoff });
-            states.push(State::Broken { age: 9, backoff });
-            states.push(State::Sleeping { periods: 127, backoff });
+            states.push(PageState::Arming { backoff });
+            states.push(PageState::Broken { age: 9, backoff });
+            states.push(PageState::Sleeping { periods: 127, backoff });
             for flag in [false, true] {
-                states.push(State::Candidate { indexed: flag, backoff });
-                states.extend((0..3).map(|silent| State::Armed { silent, backoff, fresh: flag }));
+                states.push(PageState::Candidate { indexed: flag, backoff });
+                states.extend((0..3).map(|silent| PageState::Armed { silent, backoff, fresh: flag }));
             }
         }
-        states.extend(RefusalReason::ALL.map(|why| State::Refused { why, periods: 60 }));
+        states.extend(RefusalReason::ALL.map(|why| PageState::Refused { why, periods: 60 }));
         for state in states {
             assert_eq!(state.pack().get(), state);
         }
-        assert_eq!(Packed::default().get(), State::Unknown);
+        assert_eq!(Packed::default().get(), PageState::Unknown);
     }
 
     #[test]
     fn two_silent_periods_make_a_candidate() {
-        let mut state = on_written(State::Unknown);
+        let mut state = on_written(PageState::Unknown);
         state = on_period(state);
         for _ in 0..SILENT_PERIODS {
-            assert!(matches!(state, State::Armed { .. }));
+            assert!(matches!(state, PageState::Armed { .. }));
             state = on_period(state);
         }
-        assert_eq!(state, State::Candidate { indexed: false, backoff: 0 });
+        assert_eq!(state, PageState::Candidate { indexed: false, backoff: 0 });
     }
 
     #[test]
     fn a_page_that_comes_to_rest_becomes_a_candidate() {
         for writes in 1..40 {
-            let mut state = on_period(on_written(State::Unknown));
+            let mut state = on_period(on_written(PageState::Unknown));
             for period in 0..1000 {
-                if period < writes && matches!(state, State::Armed { .. } | State::Arming { .. }) {
+                if period < writes && matches!(state, PageState::Armed { .. } | PageState::Arming { .. }) {
                     state = on_written(state);
                 }
                 state = on_period(state);
             }
-            assert!(matches!(state, State::Candidate { .. }), "{writes} writes: {state:?}");
+            assert!(matches!(state, PageState::Candidate { .. }), "{writes} writes: {state:?}");
         }
     }
 
     #[test]
     fn a_page_that_keeps_changing_is_looked_at_ever_more_rarely() {
-        let mut state = on_period(on_written(State::Unknown));
+        let mut state = on_period(on_written(PageState::Unknown));
         let mut looks = 0;
         for _ in 0..1000 {
             // The page is written all the time, so every look at it is a report.
-            if matches!(state, State::Armed { .. } | State::Arming { .. }) {
+            if matches!(state, PageState::Armed { .. } | PageState::Arming { .. }) {
                 looks += 1;
                 state = on_written(state);
             }

@@ -1,7 +1,7 @@
 //! From (page, slot) pairs to pieces: runs, spans, and what they cost in mappings.
 
 use crate::client::{FREEZE_PAGES_MAX, Piece};
-use crate::page::State;
+use crate::page::PageState;
 use crate::table::{CHUNK_LEN, Table};
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::Slot;
@@ -13,14 +13,14 @@ pub type TargetSlot = Option<Slot>;
 
 /// Neighbouring pages with neighbouring targets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct PageRun {
     /// The pages.
     pub range: Range,
     /// The first page's target.
     pub target: TargetSlot,
 }
 
-impl Run {
+impl PageRun {
     /// The target of the page after `pages` pages.
     pub fn target_at(&self, pages: u64) -> TargetSlot {
         self.target.map(|slot| Slot::from_number(slot.number() + pages as u32))
@@ -38,31 +38,31 @@ impl Run {
 }
 
 /// Joins pairs, ascending by address, to runs.
-pub fn runs(pairs: impl IntoIterator<Item = (u64, TargetSlot)>) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
+pub fn runs(pairs: impl IntoIterator<Item = (u64, TargetSlot)>) -> Vec<PageRun> {
+    let mut runs: Vec<PageRun> = Vec::new();
     for (addr, target) in pairs {
         match runs.last_mut() {
             Some(run) if run.takes(addr, target) => run.range.end += PAGE,
-            _ => runs.push(Run { range: Range::pages_from(addr, 1), target }),
+            _ => runs.push(PageRun { range: Range::pages_from(addr, 1), target }),
         }
     }
     runs
 }
 
 /// Mappings that the process has more (or fewer) once `run` is mapped.
-pub fn mappings_added(table: &Table, run: &Run) -> i64 {
+pub fn mappings_added(table: &Table, run: &PageRun) -> i64 {
     let Some(first) = run.target else { return 0 };
     let last = run.target_at(run.range.pages() - 1);
-    let edge = |outside: State, joined: bool| match outside {
+    let edge = |outside: PageState, joined: bool| match outside {
         // Beside other slots there was an edge already; it goes if the slots join.
-        State::Shared(_) | State::Broken { .. } if joined => -1,
-        State::Shared(_) | State::Broken { .. } => 0,
+        PageState::Shared(_) | PageState::Broken { .. } if joined => -1,
+        PageState::Shared(_) | PageState::Broken { .. } => 0,
         _ => 1,
     };
     let left = table.state(run.range.start.wrapping_sub(PAGE));
     let right = table.state(run.range.end);
-    let joins = |state: State, slot: Option<u32>, edge_index: u32| match (state, slot) {
-        (State::Shared(other), Some(number)) => {
+    let joins = |state: PageState, slot: Option<u32>, edge_index: u32| match (state, slot) {
+        (PageState::Shared(other), Some(number)) => {
             other.number() == number && number % pagefold_pool::SLOTS_PER_SEGMENT != edge_index
         }
         _ => false,
@@ -95,7 +95,7 @@ const SPAN_PIECES_MAX: usize = 12;
 /// Cuts runs into pieces and groups pieces into spans that are frozen together: at most 64 pages and 12 pieces,
 /// nothing merged between them, and at least a quarter of them to be merged, for freezing the others costs as well.
 /// `runs` ascend by address.
-pub fn spans(table: &Table, runs: &[Run]) -> Vec<Piece> {
+pub fn spans(table: &Table, runs: &[PageRun]) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut span = 0;
     let mut span_start = 0;
@@ -139,7 +139,11 @@ fn plain_between(table: &Table, start: u64, end: u64) -> bool {
     (start..end).step_by(PAGE_SIZE).all(|addr| match table.find(addr) {
         Some((chunk, index)) => matches!(
             chunk.state(index),
-            State::Armed { .. } | State::Candidate { .. } | State::Sleeping { .. } | State::Arming { .. } | State::Zero
+            PageState::Armed { .. }
+                | PageState::Candidate { .. }
+                | PageState::Sleeping { .. }
+                | PageState::Arming { .. }
+                | PageState::Zero
         ),
         None => false,
     })
@@ -153,7 +157,7 @@ mod tests {
         let mut table = Table::default();
         table.set_ranges(&[Range::pages_from(1 << 30, pages)], |_| (0, Default::default()), |_, _| {}, |_| {});
         for page in 0..pages {
-            table.set((1 << 30) + page * PAGE, State::Candidate { indexed: true, backoff: 0 });
+            table.set((1 << 30) + page * PAGE, PageState::Candidate { indexed: true, backoff: 0 });
         }
         table
     }
@@ -183,8 +187,8 @@ mod tests {
     #[test]
     fn spans_are_short_dense_and_never_cross_merged_pages() {
         let mut table = table(4000);
-        let all: Vec<Run> = runs((0..4000).step_by(2).map(|page| (at(page), slot(page as u32 * 3))));
-        table.set(at(1001), State::Shared(Slot::from_number(9)));
+        let all: Vec<PageRun> = runs((0..4000).step_by(2).map(|page| (at(page), slot(page as u32 * 3))));
+        table.set(at(1001), PageState::Shared(Slot::from_number(9)));
         let pieces = spans(&table, &all);
         assert_eq!(pieces.iter().map(|piece| piece.range.pages()).sum::<u64>(), 2000);
         for pair in pieces.windows(2) {
@@ -210,13 +214,13 @@ mod tests {
     #[test]
     fn mappings_are_counted_by_edges() {
         let mut table = table(100);
-        let run = |page, len, number| Run { range: Range::pages_from(at(page), len), target: slot(number) };
+        let run = |page, len, number| PageRun { range: Range::pages_from(at(page), len), target: slot(number) };
         assert_eq!(mappings_added(&table, &run(10, 4, 50)), 2);
         for page in 10..14 {
-            table.set(at(page), State::Shared(Slot::from_number(40 + page as u32)));
+            table.set(at(page), PageState::Shared(Slot::from_number(40 + page as u32)));
         }
         assert_eq!(mappings_added(&table, &run(14, 1, 54)), 0, "it prolongs the run");
         assert_eq!(mappings_added(&table, &run(14, 1, 99)), 1);
-        assert_eq!(mappings_added(&table, &Run { range: Range::pages_from(at(50), 5), target: None }), 0);
+        assert_eq!(mappings_added(&table, &PageRun { range: Range::pages_from(at(50), 5), target: None }), 0);
     }
 }

@@ -9,14 +9,14 @@ macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         /// Events since the domain began; each may be read while others count on.
         #[derive(Debug, Default)]
-        pub struct Counters { $($(#[$doc])* pub $name: AtomicU64),* }
+        pub struct DomainCounters { $($(#[$doc])* pub $name: AtomicU64),* }
 
-        /// A copy of [`Counters`].
+        /// A copy of [`DomainCounters`].
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(default)]
         pub struct Events { $($(#[$doc])* pub $name: u64),* }
 
-        impl Counters {
+        impl DomainCounters {
             /// Copies the counters.
             pub fn events(&self) -> Events {
                 Events { $($name: self.$name.load(Ordering::Relaxed)),* }

@@ -1,7 +1,7 @@
 //! The pages of one client: four bytes each, with counts per chunk so that quiet chunks cost nothing, and less where a
 //! whole chunk rests in one state or shows one run of slots.
 
-use crate::page::{Packed, State};
+use crate::page::{Packed, PageState};
 use pagefold_os::{PAGE_SIZE, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,28 +37,28 @@ pub struct Counts {
 }
 
 impl Counts {
-    fn apply(&mut self, state: State, sign: i32) {
+    fn apply(&mut self, state: PageState, sign: i32) {
         let step = |count: &mut u32| *count = count.wrapping_add_signed(sign);
         match state {
-            State::Unknown => {}
-            State::Armed { .. } | State::Arming { .. } => step(&mut self.busy),
-            State::Sleeping { .. } => {
+            PageState::Unknown => {}
+            PageState::Armed { .. } | PageState::Arming { .. } => step(&mut self.busy),
+            PageState::Sleeping { .. } => {
                 step(&mut self.busy);
                 step(&mut self.sleeping);
             }
-            State::Candidate { indexed, .. } => {
+            PageState::Candidate { indexed, .. } => {
                 step(&mut self.candidate);
                 if !indexed {
                     step(&mut self.fresh);
                 }
             }
-            State::Shared(_) => step(&mut self.shared),
-            State::Broken { .. } => {
+            PageState::Shared(_) => step(&mut self.shared),
+            PageState::Broken { .. } => {
                 step(&mut self.busy);
                 step(&mut self.broken);
             }
-            State::Zero => step(&mut self.zero),
-            State::Refused { .. } => {
+            PageState::Zero => step(&mut self.zero),
+            PageState::Refused { .. } => {
                 step(&mut self.busy);
                 step(&mut self.refused);
             }
@@ -193,7 +193,7 @@ impl Chunk {
     }
 
     /// The state of page `index`.
-    pub fn state(&self, index: usize) -> State {
+    pub fn state(&self, index: usize) -> PageState {
         self.states.get(index).get()
     }
 
@@ -203,7 +203,7 @@ impl Chunk {
     }
 
     /// Sets the state of page `index`.
-    pub fn set(&mut self, index: usize, state: State) {
+    pub fn set(&mut self, index: usize, state: PageState) {
         let before = self.states.get(index).get();
         if before == state {
             return;
@@ -212,7 +212,7 @@ impl Chunk {
         self.counts.apply(state, 1);
         self.states.set(index, state.pack());
         self.changed = true;
-        let in_index = |state| matches!(state, State::Candidate { indexed: true, .. });
+        let in_index = |state| matches!(state, PageState::Candidate { indexed: true, .. });
         if in_index(before) != in_index(state) {
             self.indexed.set(index, in_index(state));
         }
@@ -301,19 +301,19 @@ impl Table {
     }
 
     /// The state of the page at `addr`; `Unknown` if it is not managed.
-    pub fn state(&self, addr: u64) -> State {
-        self.find(addr).map_or(State::Unknown, |(chunk, index)| chunk.state(index))
+    pub fn state(&self, addr: u64) -> PageState {
+        self.find(addr).map_or(PageState::Unknown, |(chunk, index)| chunk.state(index))
     }
 
     /// Sets the state of the page at `addr`, if it is managed, and returns what it was.
-    pub fn set(&mut self, addr: u64, state: State) -> State {
+    pub fn set(&mut self, addr: u64, state: PageState) -> PageState {
         match self.find_mut(addr) {
             Some((chunk, index)) => {
                 let before = chunk.state(index);
                 chunk.set(index, state);
                 before
             }
-            None => State::Unknown,
+            None => PageState::Unknown,
         }
     }
 
@@ -324,7 +324,7 @@ impl Table {
         &mut self,
         ranges: &[Range],
         mut new: impl FnMut(u64) -> (u32, Arc<Indexed>),
-        mut dropped: impl FnMut(u64, State),
+        mut dropped: impl FnMut(u64, PageState),
         mut freed: impl FnMut(u32),
     ) {
         let mut wanted: Vec<(u64, Range, Vec<Range>)> = Vec::new();
@@ -353,7 +353,7 @@ impl Table {
                 let addr = chunk.page_addr(index);
                 if !chunk.manages(addr) {
                     dropped(addr, chunk.state(index));
-                    chunk.set(index, State::Unknown);
+                    chunk.set(index, PageState::Unknown);
                 }
             }
         };
@@ -432,7 +432,7 @@ mod tests {
             steps in proptest::collection::vec(proptest::collection::vec((0u64..3000, 1u64..700), 0..6), 1..12)
         ) {
             let mut table = Table::default();
-            let mut model: BTreeMap<u64, State> = BTreeMap::new();
+            let mut model: BTreeMap<u64, PageState> = BTreeMap::new();
             let mut next_id = 0;
             let mut live_ids = BTreeSet::new();
             for (step, ranges) in steps.iter().enumerate() {
@@ -453,7 +453,7 @@ mod tests {
                 table.set_ranges(
                     &joined,
                     |_| { next_id += 1; made.push(next_id); (next_id, Arc::default()) },
-                    |addr, state| { if state != State::Unknown { lost.insert(addr / PAGE, state); } },
+                    |addr, state| { if state != PageState::Unknown { lost.insert(addr / PAGE, state); } },
                     |id| freed.push(id),
                 );
                 live_ids.extend(made);
@@ -466,7 +466,7 @@ mod tests {
                     prop_assert!(!pages.contains(page));
                 }
                 for page in 0..3700 {
-                    let state = model.get(&page).copied().unwrap_or(State::Unknown);
+                    let state = model.get(&page).copied().unwrap_or(PageState::Unknown);
                     prop_assert_eq!(table.state(page * PAGE), state);
                     prop_assert_eq!(table.find(page * PAGE).is_some(), pages.contains(&page));
                 }
@@ -480,7 +480,7 @@ mod tests {
                     table.compact();
                 }
                 for page in pages.iter().filter(|page| (**page + step as u64).is_multiple_of(3)) {
-                    let state = State::Shared(Slot::from_number(*page as u32));
+                    let state = PageState::Shared(Slot::from_number(*page as u32));
                     table.set(page * PAGE, state);
                     model.insert(*page, state);
                 }
@@ -495,21 +495,21 @@ mod tests {
         table.set_ranges(&[Range::pages_from(CHUNK_LEN, 4 * 512)], |_| (0, Arc::default()), |_, _| {}, |_| {});
         let empty = table.memory_bytes();
         for page in 0..512 {
-            table.set(CHUNK_LEN + page * PAGE, State::Shared(Slot::from_number(1000 + page as u32)));
-            table.set(2 * CHUNK_LEN + page * PAGE, State::Candidate { indexed: true, backoff: 0 });
-            table.set(3 * CHUNK_LEN + page * PAGE, State::Candidate { indexed: page != 7, backoff: 0 });
+            table.set(CHUNK_LEN + page * PAGE, PageState::Shared(Slot::from_number(1000 + page as u32)));
+            table.set(2 * CHUNK_LEN + page * PAGE, PageState::Candidate { indexed: true, backoff: 0 });
+            table.set(3 * CHUNK_LEN + page * PAGE, PageState::Candidate { indexed: page != 7, backoff: 0 });
         }
         let full = table.memory_bytes();
         table.compact();
         assert_eq!(full - empty, 3 * 2048);
         assert_eq!(table.memory_bytes() - empty, 2048, "one page is fresh, so its chunk is no row");
-        assert_eq!(table.state(CHUNK_LEN + 511 * PAGE), State::Shared(Slot::from_number(1511)));
+        assert_eq!(table.state(CHUNK_LEN + 511 * PAGE), PageState::Shared(Slot::from_number(1511)));
         let (chunk, index) = table.find(2 * CHUNK_LEN + 5 * PAGE).unwrap();
         assert!(chunk.indexed.get(index));
-        table.set(2 * CHUNK_LEN + 5 * PAGE, State::Armed { silent: 0, backoff: 0, fresh: true });
+        table.set(2 * CHUNK_LEN + 5 * PAGE, PageState::Armed { silent: 0, backoff: 0, fresh: true });
         let (chunk, index) = table.find(2 * CHUNK_LEN + 5 * PAGE).unwrap();
         assert!(!chunk.indexed.get(index) && chunk.indexed.get(index + 1));
-        assert_eq!(chunk.state(index + 1), State::Candidate { indexed: true, backoff: 0 });
+        assert_eq!(chunk.state(index + 1), PageState::Candidate { indexed: true, backoff: 0 });
         assert_eq!((table.counts().shared, table.counts().candidate, table.counts().fresh), (512, 1023, 1));
     }
 }

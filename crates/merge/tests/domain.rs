@@ -4,7 +4,7 @@ mod common;
 
 use common::Scripted;
 use pagefold_merge::client::{Gone, PoolMapping};
-use pagefold_merge::page::State;
+use pagefold_merge::page::PageState;
 use pagefold_merge::sim::{Machine, Options, Process, page_of};
 use pagefold_merge::{ClientId, Config, Domain, Unmerged};
 use pagefold_os::{PAGE_SIZE, Range};
@@ -980,7 +980,7 @@ fn claims_that_cannot_be_end_the_client_and_large_ones_are_cut() {
     // A mapping longer than a segment shows no more slots than the segment has.
     let whole = PoolMapping { range: range(1 << 30, 1 << 40), inode: 1, index: u32::MAX };
     assert!(step(vec![range(1 << 30, 1 << 31)], vec![whole]).is_ok());
-    assert_eq!(bench.domain.page_state(id, 1 << 30), State::Unknown);
+    assert_eq!(bench.domain.page_state(id, 1 << 30), PageState::Unknown);
 }
 
 /// In parts of any size it is the same as at once.

@@ -1,8 +1,8 @@
 //! Plans against the plainest model of them: one page at a time.
 
 use pagefold_merge::client::FREEZE_PAGES_MAX;
-use pagefold_merge::page::State;
-use pagefold_merge::plan::{Run, TargetSlot, mappings_added, run_pages_min, runs, spans};
+use pagefold_merge::page::PageState;
+use pagefold_merge::plan::{PageRun, TargetSlot, mappings_added, run_pages_min, runs, spans};
 use pagefold_merge::table::Table;
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
@@ -16,13 +16,13 @@ fn table() -> Table {
     let mut table = Table::default();
     table.set_ranges(&[Range::pages_from(START, PAGES)], |_| (0, Default::default()), |_, _| {}, |_| {});
     for page in 0..PAGES {
-        table.set(START + page * PAGE, State::Candidate { indexed: true, backoff: 0 });
+        table.set(START + page * PAGE, PageState::Candidate { indexed: true, backoff: 0 });
     }
     table
 }
 
-fn slot_of(state: State) -> Option<Slot> {
-    if let State::Shared(slot) = state { Some(slot) } else { None }
+fn slot_of(state: PageState) -> Option<Slot> {
+    if let PageState::Shared(slot) = state { Some(slot) } else { None }
 }
 
 /// Edges between mappings, counted page by page.
@@ -56,10 +56,10 @@ proptest! {
             if addrs().any(|addr| slot_of(table.state(addr)).is_some()) {
                 continue;
             }
-            let run = Run { range, target: Some(Slot::from_number(slot)) };
+            let run = PageRun { range, target: Some(Slot::from_number(slot)) };
             let (before, added) = (edges(&table), mappings_added(&table, &run));
             for (offset, addr) in addrs().enumerate() {
-                table.set(addr, State::Shared(Slot::from_number(slot + offset as u32)));
+                table.set(addr, PageState::Shared(Slot::from_number(slot + offset as u32)));
             }
             prop_assert_eq!(edges(&table) - before, added);
         }
@@ -72,7 +72,7 @@ proptest! {
     ) {
         let mut table = table();
         for page in merged.iter().filter(|page| !targets.contains_key(page)) {
-            table.set(START + page * PAGE, State::Shared(Slot::from_number(9)));
+            table.set(START + page * PAGE, PageState::Shared(Slot::from_number(9)));
         }
         let pairs: Vec<(u64, TargetSlot)> = targets.iter().map(|(page, target)| (START + page * PAGE, *target)).collect();
         let runs = runs(pairs.iter().copied());

@@ -7,7 +7,7 @@ use std::ffi::CString;
 
 /// A list of files that the kernel strikes out when they are gone.
 #[derive(Debug)]
-pub struct Watch(Fd);
+pub struct FileWatch(Fd);
 
 /// As in the kernel's header; a name of some bytes may follow.
 #[repr(C)]
@@ -23,16 +23,16 @@ const EVENT_LEN: usize = size_of::<Event>();
 /// Events that one call reads.
 const EVENTS: usize = 256;
 
-impl Watch {
+impl FileWatch {
     /// Makes an empty list.
     ///
     /// # Errors
     /// As inotify_init1(2).
-    pub fn new() -> Result<Watch> {
+    pub fn new() -> Result<FileWatch> {
         // SAFETY: inotify_init1(2) takes no pointer; the descriptor is new and has this one owner.
         unsafe {
             let fd = syscall!(libc::SYS_inotify_init1, libc::IN_CLOEXEC | libc::IN_NONBLOCK)?;
-            Ok(Watch(Fd::from_raw(fd as i32)))
+            Ok(FileWatch(Fd::from_raw(fd as i32)))
         }
     }
 
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn a_file_is_gone_when_nobody_maps_it_any_more() {
-        let watch = Watch::new().unwrap();
+        let watch = FileWatch::new().unwrap();
         let looked = || {
             let mut gone = Vec::new();
             assert!(watch.look(|id| gone.push(id)));

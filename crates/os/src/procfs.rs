@@ -61,7 +61,7 @@ pub fn field(text: &str, key: &str) -> Option<u64> {
 
 /// Memory of a process in bytes, from smaps_rollup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Memory {
+pub struct MemoryUse {
     /// Resident.
     pub rss: u64,
     /// Resident, each page divided by its mappers.
@@ -78,10 +78,10 @@ pub struct Memory {
 ///
 /// # Errors
 /// As reading /proc/PID/smaps_rollup.
-pub fn memory(pid: i32) -> io::Result<Memory> {
+pub fn memory(pid: i32) -> io::Result<MemoryUse> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
     let kib = |key| field(&text, key).unwrap_or(0) * 1024;
-    Ok(Memory {
+    Ok(MemoryUse {
         rss: kib("Rss"),
         pss: kib("Pss"),
         pss_shared_memory: kib("Pss_Shmem"),

@@ -17,7 +17,7 @@
 //! dead it is [retired](Pool::retire): its pages get no more sharers, those that
 //! are left are moved to other slots, and it goes.
 //!
-//! What a process shows after that is memory all the same. The kernel tells when a file is gone ([`Watch`]): until then a
+//! What a process shows after that is memory all the same. The kernel tells when a file is gone ([`FileWatch`]): until then a
 //! segment is *orphaned*: it is counted in [`Stats`] and towards the pool's largest size.
 //!
 //! **Why a segment number is reused.** Numbers end after 2 TiB; after that the
@@ -43,7 +43,7 @@ use backing::Huge;
 use inherited::Sealed;
 use pagefold_os::Page;
 use pagefold_os::fd::Fd;
-use pagefold_os::file_watch::Watch;
+use pagefold_os::file_watch::FileWatch;
 use primitive::{AtomicU64, Mutex, Ordering, RwLock, lock, read, write};
 use segment::{Segment, Standing};
 use std::collections::{HashMap, VecDeque};
@@ -197,7 +197,7 @@ pub struct Stats {
 #[derive(Debug, Default)]
 struct OrphanedSegments {
     /// Made with the first segment. Where the kernel has no watch, orphaned segments are not counted.
-    watch: Option<Watch>,
+    watch: Option<FileWatch>,
     /// Bytes of pages, by the watch's name of the segment.
     bytes: HashMap<i32, u64>,
 }
@@ -205,7 +205,7 @@ struct OrphanedSegments {
 impl OrphanedSegments {
     fn add(&mut self, segment: &Segment) {
         if self.watch.is_none() {
-            self.watch = Watch::new().ok();
+            self.watch = FileWatch::new().ok();
         }
         if let Some(Ok(id)) = self.watch.as_ref().map(|watch| watch.add(&segment.reader())) {
             self.bytes.insert(id, segment.bytes());

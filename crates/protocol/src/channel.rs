@@ -55,7 +55,7 @@ unsafe impl Plain for EvictEntry {}
 /// Counters that the agent keeps in the channel for the daemon to show.
 #[derive(Debug)]
 #[repr(C)]
-pub struct Counters {
+pub struct AgentCounters {
     /// Changes of the managed ranges: at another value the daemon sends `Regions`.
     pub generation: AtomicU64,
     /// Freezes.
@@ -70,7 +70,7 @@ pub struct Counters {
     pub cpu_ns: AtomicU64,
 }
 
-const _: () = assert!(size_of::<Counters>() <= PAGE_SIZE);
+const _: () = assert!(size_of::<AgentCounters>() <= PAGE_SIZE);
 
 /// The mapped channel with its file.
 #[derive(Debug)]
@@ -118,7 +118,7 @@ impl Channel {
     }
 
     /// The agent's counters; a hostile agent may keep any numbers there.
-    pub const fn counters(&self) -> &Counters {
+    pub const fn counters(&self) -> &AgentCounters {
         // SAFETY: the channel begins with the counters, is mapped as long as `self` lives, and cannot shrink (`create` and
         // `open`). They are atomics, which other writers do not invalidate.
         unsafe { &*self.map.as_ptr().add(COUNTERS).cast() }

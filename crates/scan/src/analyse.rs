@@ -11,8 +11,8 @@
 
 use crate::config::Config;
 use crate::gather::{Found, Gathered};
-use crate::record::{Kind, Record};
-use crate::report::{Cost, Histogram, Ksm, Note, Report, Source, Totals};
+use crate::record::{PageKind, PageRecord};
+use crate::report::{Cost, Histogram, Ksm, Note, Report, SourceReport, Totals};
 use crate::{Identity, Lost};
 use pagefold_os::PAGE_SIZE;
 use std::ops::Range;
@@ -96,9 +96,9 @@ fn note(identity: Identity, lost: &Lost) -> Note {
 }
 
 /// Sums over the sources; `across` is what no single source can know.
-fn total(sources: &[Source], across: u64) -> Totals {
+fn total(sources: &[SourceReport], across: u64) -> Totals {
     let mut sum = Totals { duplicate_across: across, ..Totals::default() };
-    for Source { totals, .. } in sources {
+    for SourceReport { totals, .. } in sources {
         sum.examined += totals.examined;
         sum.zero += totals.zero;
         sum.zero_mapped += totals.zero_mapped;
@@ -115,14 +115,14 @@ fn total(sources: &[Source], across: u64) -> Totals {
 }
 
 struct Twins {
-    records: Vec<Record>,
+    records: Vec<PageRecord>,
     /// Per record the number of its content, or [`ALONE`].
     content_of: Vec<u32>,
     contents: Vec<Content>,
 }
 
 impl Twins {
-    fn find(records: Vec<Record>, workers: usize) -> Twins {
+    fn find(records: Vec<PageRecord>, workers: usize) -> Twins {
         let (content_of, count) = number_contents(leaders(&records, workers));
         Twins { records, content_of, contents: vec![Content::default(); count] }
     }
@@ -130,7 +130,7 @@ impl Twins {
     /// The content of record `index`, if it occurs more than once and a merge would share it.
     fn merging(&self, index: usize) -> Option<&Content> {
         let content = self.contents.get(self.content_of[index] as usize)?;
-        (self.records[index].kind() == Kind::Own && content.merges()).then_some(content)
+        (self.records[index].kind() == PageKind::Own && content.merges()).then_some(content)
     }
 
     /// Counts the copies of each content. Returns per source its copies of pages of its own, and in all the copies
@@ -142,10 +142,10 @@ impl Twins {
             for index in found.records.clone() {
                 let Some(content) = self.contents.get_mut(self.content_of[index] as usize) else { continue };
                 match self.records[index].kind() {
-                    Kind::KernelOnly => content.others += 1,
-                    Kind::Shared => content.others |= SHARED,
-                    Kind::Pool => content.others |= POOL,
-                    Kind::Own => {
+                    PageKind::KernelOnly => content.others += 1,
+                    PageKind::Shared => content.others |= SHARED,
+                    PageKind::Pool => content.others |= POOL,
+                    PageKind::Own => {
                         content.own += 1;
                         let last = content.mark & !SEVERAL;
                         if last == here {
@@ -162,17 +162,17 @@ impl Twins {
         (inside, across)
     }
 
-    fn describe(&self, found: &Found, inside: u64, one_in: u64) -> Source {
+    fn describe(&self, found: &Found, inside: u64, one_in: u64) -> SourceReport {
         let mut totals = Totals { duplicate_inside: inside, ..Totals::default() };
         let mut saved_pages = 0.0;
         for index in found.records.clone() {
             let record = self.records[index];
             match (record.kind(), self.merging(index)) {
-                (Kind::KernelOnly, _) => totals.kernel_only += 1,
-                (Kind::Shared, _) => totals.shared_already += 1,
-                (Kind::Pool, _) => {}
-                (Kind::Own, None) => totals.unique += 1,
-                (Kind::Own, Some(content)) => {
+                (PageKind::KernelOnly, _) => totals.kernel_only += 1,
+                (PageKind::Shared, _) => totals.shared_already += 1,
+                (PageKind::Pool, _) => {}
+                (PageKind::Own, None) => totals.unique += 1,
+                (PageKind::Own, Some(content)) => {
                     saved_pages += content.saved() as f64 / f64::from(content.own);
                     totals.duplicate_huge += u64::from(record.huge());
                     totals.duplicate_across += u64::from(content.mark & SEVERAL != 0 || content.pooled());
@@ -180,7 +180,7 @@ impl Twins {
             }
         }
         let counts = &found.counts;
-        Source {
+        SourceReport {
             pid: found.identity.pid,
             name: found.identity.name.clone(),
             domain: found.identity.domain,
@@ -242,7 +242,7 @@ impl Twins {
     /// The slot of record `index`, if it merges.
     fn slot(&self, index: usize) -> Option<u32> {
         let content = self.contents.get(self.content_of[index] as usize)?;
-        (self.records[index].kind() == Kind::Own && content.mark != ALONE).then_some(content.mark)
+        (self.records[index].kind() == PageKind::Own && content.mark != ALONE).then_some(content.mark)
     }
 
     /// The first run among `records`.
@@ -404,7 +404,7 @@ impl Buckets {
 }
 
 /// For each record the first record of the same print; leaders that others follow carry [`HAS_TWINS`].
-fn leaders(records: &[Record], workers: usize) -> Vec<u32> {
+fn leaders(records: &[PageRecord], workers: usize) -> Vec<u32> {
     let leaders: Vec<AtomicU32> = (0..records.len() as u32).map(AtomicU32::new).collect();
     if records.len() < 1 << 14 {
         lead_part(records, &leaders, 0, 1);
@@ -426,8 +426,8 @@ const fn spread(print: u64) -> u64 {
 
 /// Finds leaders among the records of one of `parts` parts. Entries of other parts are not touched, so that no
 /// order between threads matters.
-fn lead_part(records: &[Record], leaders: &[AtomicU32], part: u64, parts: u64) {
-    let in_part = |record: &Record| ((spread(record.print()) >> 32) * parts) >> 32 == part;
+fn lead_part(records: &[PageRecord], leaders: &[AtomicU32], part: u64, parts: u64) {
+    let in_part = |record: &PageRecord| ((spread(record.print()) >> 32) * parts) >> 32 == part;
     let count = records.iter().filter(|record| in_part(record)).count();
     // Three quarters full at most: 5.3 bytes per page.
     let mut table = vec![ALONE; count * 4 / 3 + 1];

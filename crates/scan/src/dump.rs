@@ -1,8 +1,8 @@
 //! A memory dump, a guest's backing file, or any other file, as pages of 4 KiB.
 
 use crate::error::Lost;
-use crate::record::Kind;
-use crate::source::{Identity, Pages, Plan, Source, WorkUnit};
+use crate::record::PageKind;
+use crate::source::{Identity, Pages, ScanPlan, Source, WorkUnit};
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::fill::fill;
 use rustix::fs::{SeekFrom, seek};
@@ -75,19 +75,19 @@ impl Source for Dump {
         Identity { pid: None, name: self.path.display().to_string(), domain: 0 }
     }
 
-    fn plan(&self) -> Result<Plan, Lost> {
+    fn plan(&self) -> Result<ScanPlan, Lost> {
         let pages = (self.bytes - self.start).div_ceil(PAGE_SIZE as u64);
         // A file may say that it has exabytes, of holes.
         let step = pages.div_ceil(UNITS_MAX).max(UNIT_PAGES);
         let unit = |first_page| WorkUnit {
             first_page,
             page_count: step.min(pages - first_page),
-            kind: Kind::Own,
+            kind: PageKind::Own,
             reason: None,
             continues: first_page > 0,
         };
         let units = (0..pages).step_by(step as usize).map(unit).collect();
-        Ok(Plan { units, bytes: self.bytes, ..Plan::default() })
+        Ok(ScanPlan { units, bytes: self.bytes, ..ScanPlan::default() })
     }
 
     fn read(&self, unit: &WorkUnit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {

@@ -5,8 +5,8 @@
 
 use crate::config::Config;
 use crate::error::Lost;
-use crate::record::{Printer, Record};
-use crate::source::{Counts, Identity, Pages, Plan, Source, WorkUnit};
+use crate::record::{PageRecord, Printer};
+use crate::source::{Counts, Identity, Pages, ScanPlan, Source, WorkUnit};
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::sync::lock;
 use std::collections::VecDeque;
@@ -34,7 +34,7 @@ pub(crate) struct Gathered {
     pub sources: Vec<Found>,
     pub lost: Vec<(Identity, Lost)>,
     /// Records of all sources, one source after the other, in the order of addresses.
-    pub records: Vec<Record>,
+    pub records: Vec<PageRecord>,
 }
 
 /// What reading found of one source.
@@ -64,20 +64,20 @@ struct Job {
 
 #[derive(Clone, Copy)]
 enum Task {
-    Plan { source: usize },
+    ScanPlan { source: usize },
     Read { source: usize, index: usize, unit: WorkUnit },
 }
 
 impl Task {
     const fn source(self) -> usize {
         match self {
-            Task::Plan { source } | Task::Read { source, .. } => source,
+            Task::ScanPlan { source } | Task::Read { source, .. } => source,
         }
     }
 }
 
 enum Outcome {
-    Planned(Result<Plan, Lost>),
+    Planned(Result<ScanPlan, Lost>),
     Read { index: usize, pages: Result<Pages, Lost> },
 }
 
@@ -120,7 +120,7 @@ struct Collect {
     workers: Vec<Worker>,
     sender: Sender<Message>,
     receiver: Receiver<Message>,
-    plans: Vec<Option<Result<Plan, Lost>>>,
+    plans: Vec<Option<Result<ScanPlan, Lost>>>,
     pages: Vec<Vec<Option<Pages>>>,
     /// Tasks handed out and not answered.
     open: usize,
@@ -150,7 +150,7 @@ impl Collect {
 
     /// Plans all sources, then reads them: the total is known before the long part begins.
     fn run(&mut self, patience: Duration, progress: &mut dyn FnMut(Progress)) {
-        let plan_all = (0..self.shared.sources.len()).map(|source| Task::Plan { source }).collect();
+        let plan_all = (0..self.shared.sources.len()).map(|source| Task::ScanPlan { source }).collect();
         self.complete(plan_all, patience, 0, progress);
         let mut total_bytes = 0u64;
         let mut tasks = VecDeque::new();
@@ -246,7 +246,7 @@ impl Collect {
             }
             let Some(task) = at else { continue };
             // Planning a large process is one long call of the kernel.
-            let patience = if matches!(task, Task::Plan { .. }) { patience * 6 } else { patience };
+            let patience = if matches!(task, Task::ScanPlan { .. }) { patience * 6 } else { patience };
             if worker.since.elapsed() > patience {
                 stuck.push((index, task.source()));
             }
@@ -287,7 +287,7 @@ impl Collect {
                 counts.add(pages.counts);
             }
             let records = start..gathered.records.len();
-            let Plan { merged, swapped, pinned, .. } = plan;
+            let ScanPlan { merged, swapped, pinned, .. } = plan;
             gathered.sources.push(Found { identity, counts, merged, swapped, pinned, records });
         }
         gathered
@@ -329,7 +329,7 @@ fn work(
         let Some(task) = task else { return };
         let job = &shared.sources[task.source()];
         let outcome = match task {
-            Task::Plan { .. } => Outcome::Planned(job.source.plan()),
+            Task::ScanPlan { .. } => Outcome::Planned(job.source.plan()),
             Task::Read { index, unit, .. } => {
                 buffer.resize(BUFFER, 0);
                 let pages = read(shared, job, unit, beat, &mut buffer);

@@ -33,10 +33,10 @@ pub use dump::Dump;
 pub use error::Lost;
 pub use gather::Progress;
 pub use process::Process;
-pub use record::Kind;
-pub use report::{Cost, Histogram, Ksm, Note, Report, Runs, Source as SourceReport, Totals};
+pub use record::PageKind;
+pub use report::{Cost, Histogram, Ksm, Note, Report, Runs, SourceReport, Totals};
 pub use smaps::Reason;
-pub use source::{Identity, Pages, Plan, Source, WorkUnit};
+pub use source::{Identity, Pages, ScanPlan, Source, WorkUnit};
 
 /// Scans `sources` and returns what was found; calls `progress` about ten times a second.
 ///

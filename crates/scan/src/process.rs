@@ -7,9 +7,9 @@
 //! a dead one's number is never read in its place.
 
 use crate::error::Lost;
-use crate::record::Kind;
+use crate::record::PageKind;
 use crate::smaps::{self, Reason, Verdict};
-use crate::source::{Identity, Pages, Plan, Source, WorkUnit};
+use crate::source::{Identity, Pages, ScanPlan, Source, WorkUnit};
 use pagefold_os::fd::Fd;
 use pagefold_os::pagemap::{self, ENTRY_BYTES, PageEntry, Query, ScannedRange};
 use pagefold_os::sync::lock;
@@ -98,8 +98,8 @@ impl Source for Process {
         self.identity.clone()
     }
 
-    fn plan(&self) -> Result<Plan, Lost> {
-        let mut plan = Plan::default();
+    fn plan(&self) -> Result<ScanPlan, Lost> {
+        let mut plan = ScanPlan::default();
         let mut areas = 0u64;
         smaps::of_process(self.pid, |area| {
             areas += 1;
@@ -118,8 +118,8 @@ impl Source for Process {
                         *plan.left_out.entry(Reason::Broken).or_default() += area.anonymous;
                     }
                 }
-                Verdict::Read(kind, reason) if kind == Kind::Pool || area.anonymous > 0 => {
-                    let read = if kind == Kind::Pool { area.resident } else { area.anonymous };
+                Verdict::Read(kind, reason) if kind == PageKind::Pool || area.anonymous > 0 => {
+                    let read = if kind == PageKind::Pool { area.resident } else { area.anonymous };
                     plan.bytes += read * PAGE_SIZE as u64;
                     add_units(&mut plan.units, area.range, read, kind, reason);
                 }
@@ -171,8 +171,8 @@ impl Source for Process {
 }
 
 /// Present pages; of a pool's mapping the file's pages too, else only the process's own.
-fn query(kind: Kind) -> Query {
-    let own = if kind == Kind::Pool { 0 } else { pagemap::FILE };
+fn query(kind: PageKind) -> Query {
+    let own = if kind == PageKind::Pool { 0 } else { pagemap::FILE };
     Query {
         all_of: pagemap::PRESENT | own,
         inverted: own,
@@ -183,7 +183,7 @@ fn query(kind: Kind) -> Query {
 
 /// Divides `range`, of which `present` pages are there, into units. Their number grows with what is there, not with the
 /// range: addresses cost a process nothing.
-fn add_units(units: &mut Vec<WorkUnit>, range: Range, present: u64, kind: Kind, reason: Option<Reason>) {
+fn add_units(units: &mut Vec<WorkUnit>, range: Range, present: u64, kind: PageKind, reason: Option<Reason>) {
     let most = UNITS_PER_FULL * present.div_ceil(UNIT_PAGES).max(1);
     let step = UNIT_PAGES.max(range.pages().div_ceil(most));
     let first = range.start / PAGE_SIZE as u64;
@@ -260,7 +260,7 @@ mod tests {
 
     fn units(pages: u64, present: u64) -> Vec<WorkUnit> {
         let mut units = Vec::new();
-        add_units(&mut units, Range::pages_from(0, pages), present, Kind::Own, None);
+        add_units(&mut units, Range::pages_from(0, pages), present, PageKind::Own, None);
         units
     }
 

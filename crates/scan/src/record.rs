@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 /// What a page is to a merge. Stored in the low bits of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
-pub enum Kind {
+pub enum PageKind {
     /// Not shared with another process, and mergeable by pagefold.
     Own = 0,
     /// The process's own, but only the kernel's KSM could merge it.
@@ -28,25 +28,25 @@ const FOLLOWS: u64 = 0b0100;
 const HUGE: u64 = 0b1000;
 const FLAGS: u64 = 0b1111;
 
-/// One page. Two records have equal [`Record::print`]s if their pages are equal and in one domain.
+/// One page. Two records have equal [`PageRecord::print`]s if their pages are equal and in one domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Record(u64);
+pub(crate) struct PageRecord(u64);
 
-impl Record {
-    pub(crate) fn new(print: u64, kind: Kind, huge: bool) -> Record {
-        Record((print & !FLAGS) | kind as u64 | if huge { HUGE } else { 0 })
+impl PageRecord {
+    pub(crate) fn new(print: u64, kind: PageKind, huge: bool) -> PageRecord {
+        PageRecord((print & !FLAGS) | kind as u64 | if huge { HUGE } else { 0 })
     }
 
     pub(crate) const fn print(self) -> u64 {
         self.0 & !FLAGS
     }
 
-    pub(crate) const fn kind(self) -> Kind {
+    pub(crate) const fn kind(self) -> PageKind {
         match self.0 & KIND {
-            0 => Kind::Own,
-            1 => Kind::KernelOnly,
-            2 => Kind::Shared,
-            _ => Kind::Pool,
+            0 => PageKind::Own,
+            1 => PageKind::KernelOnly,
+            2 => PageKind::Shared,
+            _ => PageKind::Pool,
         }
     }
 
@@ -92,9 +92,9 @@ mod tests {
 
     #[test]
     fn flags_and_print_do_not_touch() {
-        for kind in [Kind::Own, Kind::KernelOnly, Kind::Shared, Kind::Pool] {
+        for kind in [PageKind::Own, PageKind::KernelOnly, PageKind::Shared, PageKind::Pool] {
             for huge in [false, true] {
-                let mut record = Record::new(u64::MAX, kind, huge);
+                let mut record = PageRecord::new(u64::MAX, kind, huge);
                 assert_eq!((record.kind(), record.huge(), record.follows()), (kind, huge, false));
                 record.set_follows();
                 assert_eq!((record.kind(), record.huge(), record.follows()), (kind, huge, true));

@@ -23,7 +23,7 @@ pub struct Report {
     /// Present pages that would not be merged, and why.
     pub not_merged: BTreeMap<Reason, u64>,
     /// The sources, as they were given.
-    pub sources: Vec<Source>,
+    pub sources: Vec<SourceReport>,
     /// What went wrong without stopping the scan.
     pub notes: Vec<Note>,
 }
@@ -137,7 +137,7 @@ impl Ksm {
 
 /// One process or file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Source {
+pub struct SourceReport {
     /// Process id, if it is a process.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,

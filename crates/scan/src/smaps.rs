@@ -1,7 +1,7 @@
 //! /proc/PID/smaps, and what each mapping means to a merge.
 
 use crate::error::Lost;
-use crate::record::Kind;
+use crate::record::PageKind;
 use pagefold_os::smaps::{self, Mapping};
 use pagefold_os::{PAGE_SIZE, Range};
 use serde::Serialize;
@@ -66,7 +66,7 @@ impl Reason {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// Read its present anonymous pages; they are of this kind, and if only the kernel can merge them, why.
-    Read(Kind, Option<Reason>),
+    Read(PageKind, Option<Reason>),
     /// It shows pages of pagefold's pool, but for those that were written since. Reading it would fault pages in.
     Merged,
     /// Leave it alone.
@@ -92,7 +92,7 @@ const POOL_PREFIX: &[u8] = b"/memfd:pagefold";
 fn judge(mapping: &Mapping<'_>, file: bool) -> Verdict {
     let map = &mapping.map;
     let has = |flag| mapping.has(flag);
-    let kernel_only = |reason| Verdict::Read(Kind::KernelOnly, Some(reason));
+    let kernel_only = |reason| Verdict::Read(PageKind::KernelOnly, Some(reason));
     let writable = libc::PROT_READ | libc::PROT_WRITE;
     let bracket = map.name.starts_with(b"[") && !map.name.starts_with(b"[anon:") && map.name != b"[heap]";
     let (pool, stack) = (map.name.starts_with(POOL_PREFIX), map.name.starts_with(b"[stack"));
@@ -100,7 +100,7 @@ fn judge(mapping: &Mapping<'_>, file: bool) -> Verdict {
         Verdict::Skip(Reason::HugeTlb)
     } else if pool && map.shared {
         // The agent's own window to the pool: what is in there, a merge need not store again.
-        Verdict::Read(Kind::Pool, None)
+        Verdict::Read(PageKind::Pool, None)
     } else if pool {
         Verdict::Merged
     } else if map.shared || has("sh") {
@@ -126,7 +126,7 @@ fn judge(mapping: &Mapping<'_>, file: bool) -> Verdict {
     } else if map.prot & writable != writable {
         kernel_only(Reason::ReadOnly)
     } else if map.is_plain_anonymous() {
-        Verdict::Read(Kind::Own, None)
+        Verdict::Read(PageKind::Own, None)
     } else {
         kernel_only(Reason::Special)
     }
@@ -150,7 +150,7 @@ impl Area {
     /// Present pages that are not read although the mapping is: a file's clean ones.
     pub(crate) fn clean_file_pages(&self) -> u64 {
         match self.verdict {
-            Verdict::Read(Kind::Pool, _) => 0,
+            Verdict::Read(PageKind::Pool, _) => 0,
             Verdict::Read(..) if self.file => self.resident.saturating_sub(self.anonymous),
             _ => 0,
         }
@@ -186,12 +186,12 @@ mod tests {
     #[test]
     fn each_kind_of_mapping_is_told_apart() {
         let anonymous = "10000-12000 rw-p 00000000 00:00 0 ";
-        let kernel_only = |reason| Verdict::Read(Kind::KernelOnly, Some(reason));
+        let kernel_only = |reason| Verdict::Read(PageKind::KernelOnly, Some(reason));
         for (head, flags, expected) in [
-            (anonymous, "rd wr mr mw me ac", Verdict::Read(Kind::Own, None)),
-            (anonymous, "rd wr mr mw me ac uw mg", Verdict::Read(Kind::Own, None)),
-            ("10000-12000 rw-p 0 00:00 0  [heap]", "rd wr", Verdict::Read(Kind::Own, None)),
-            ("10000-12000 rw-p 0 00:00 0  [anon:arena]", "rd wr", Verdict::Read(Kind::Own, None)),
+            (anonymous, "rd wr mr mw me ac", Verdict::Read(PageKind::Own, None)),
+            (anonymous, "rd wr mr mw me ac uw mg", Verdict::Read(PageKind::Own, None)),
+            ("10000-12000 rw-p 0 00:00 0  [heap]", "rd wr", Verdict::Read(PageKind::Own, None)),
+            ("10000-12000 rw-p 0 00:00 0  [anon:arena]", "rd wr", Verdict::Read(PageKind::Own, None)),
             (anonymous, "rd wr lo", kernel_only(Reason::Locked)),
             (anonymous, "rd wr sl", kernel_only(Reason::Sealed)),
             (anonymous, "rd wr dd", Verdict::Skip(Reason::DontDump)),
@@ -201,13 +201,13 @@ mod tests {
             ("10000-12000 rw-p 0 00:0e 7 /anon_hugepage (deleted)", "rd wr de ht", Verdict::Skip(Reason::HugeTlb)),
             ("10000-12000 rw-s 0 00:01 7 /dev/zero (deleted)", "rd wr sh", Verdict::Skip(Reason::SharedMapping)),
             ("10000-12000 r--p 0 00:00 0 [vvar]", "rd mr pf io de dd", Verdict::Skip(Reason::Special)),
-            ("10000-12000 rwxp 0 00:00 0 ", "rd wr ex", Verdict::Read(Kind::Own, None)),
+            ("10000-12000 rwxp 0 00:00 0 ", "rd wr ex", Verdict::Read(PageKind::Own, None)),
             ("10000-12000 r-xp 0 00:00 0 ", "rd ex", kernel_only(Reason::Executable)),
             ("10000-12000 r--p 0 00:00 0 ", "rd mr", kernel_only(Reason::ReadOnly)),
             ("10000-12000 rw-p 0 00:00 0 [stack]", "rd wr gd", kernel_only(Reason::Stack)),
             ("10000-12000 rw-p 0 fe:00 7 /lib/libc.so.6", "rd wr", kernel_only(Reason::FileCopy)),
             ("10000-12000 rw-p 0 00:01 7 /memfd:pagefold-pool (deleted)", "rd wr um", Verdict::Merged),
-            ("10000-12000 r--s 0 00:01 7 /memfd:pagefold-pool:x", "rd sh", Verdict::Read(Kind::Pool, None)),
+            ("10000-12000 r--s 0 00:01 7 /memfd:pagefold-pool:x", "rd sh", Verdict::Read(PageKind::Pool, None)),
             ("10000-12000 rw-s 0 00:01 7 /memfd:other", "rd wr sh", Verdict::Skip(Reason::SharedMapping)),
         ] {
             assert_eq!(verdict(head, flags), expected, "{head} {flags}");

@@ -2,7 +2,7 @@
 //! user, the scan; processes, dumps and the tests' synthetic memory implement it.
 
 use crate::error::Lost;
-use crate::record::{Kind, Printer, Record};
+use crate::record::{PageKind, PageRecord, Printer};
 use crate::smaps::Reason;
 use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Page};
@@ -29,8 +29,8 @@ pub struct WorkUnit {
     /// Number of pages, present or not.
     pub page_count: u64,
     /// What its pages are at most.
-    pub kind: Kind,
-    /// Why only the kernel could merge them, for [`Kind::KernelOnly`].
+    pub kind: PageKind,
+    /// Why only the kernel could merge them, for [`PageKind::KernelOnly`].
     pub reason: Option<Reason>,
     /// True if it is the same mapping as the unit before it.
     pub continues: bool,
@@ -38,7 +38,7 @@ pub struct WorkUnit {
 
 /// What a source has.
 #[derive(Clone, Debug, Default)]
-pub struct Plan {
+pub struct ScanPlan {
     /// The pieces to read.
     pub units: Vec<WorkUnit>,
     /// Bytes that will probably be read.
@@ -62,7 +62,7 @@ pub trait Source: Send + Sync + 'static {
     ///
     /// # Errors
     /// Why the source cannot be scanned.
-    fn plan(&self) -> Result<Plan, Lost>;
+    fn plan(&self) -> Result<ScanPlan, Lost>;
 
     /// Reads `unit` and hands its present pages to `pages` in the order of their addresses; `buffer` is
     /// scratch space of whole pages.
@@ -81,7 +81,7 @@ pub struct Pages {
     printer: Printer,
     unit: WorkUnit,
     beat: Arc<AtomicU64>,
-    pub(crate) records: Vec<Record>,
+    pub(crate) records: Vec<PageRecord>,
     pub(crate) counts: Counts,
     /// Number of the first recorded page; for joining units.
     pub(crate) first_page: Option<u64>,
@@ -112,30 +112,30 @@ impl Pages {
     pub fn take(&mut self, first_page: u64, shared: bool, huge: bool, bytes: &[u8]) {
         let (pages, rest) = bytes.as_chunks::<PAGE_SIZE>();
         assert!(rest.is_empty(), "whole pages only");
-        let kind = if shared && self.unit.kind != Kind::Pool { Kind::Shared } else { self.unit.kind };
+        let kind = if shared && self.unit.kind != PageKind::Pool { PageKind::Shared } else { self.unit.kind };
         for (page_number, page) in (first_page..).zip(pages) {
             self.take_page(page_number, kind, huge, page);
         }
         // The pool's pages belong to no process; they are read only to know what is there.
-        self.counts.examined += if kind == Kind::Pool { 0 } else { pages.len() as u64 };
+        self.counts.examined += if kind == PageKind::Pool { 0 } else { pages.len() as u64 };
         self.beat.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        if let (Kind::KernelOnly, Some(reason)) = (kind, self.unit.reason) {
+        if let (PageKind::KernelOnly, Some(reason)) = (kind, self.unit.reason) {
             *self.counts.left_out.entry(reason).or_default() += pages.len() as u64;
         }
     }
 
-    fn take_page(&mut self, page_number: u64, kind: Kind, huge: bool, page: &Page) {
+    fn take_page(&mut self, page_number: u64, kind: PageKind, huge: bool, page: &Page) {
         if is_zero(page) {
             match kind {
-                Kind::Own => self.counts.zero += 1,
-                Kind::KernelOnly => self.counts.zero_kernel_only += 1,
-                Kind::Shared => self.counts.zero_shared += 1,
-                Kind::Pool => {}
+                PageKind::Own => self.counts.zero += 1,
+                PageKind::KernelOnly => self.counts.zero_kernel_only += 1,
+                PageKind::Shared => self.counts.zero_shared += 1,
+                PageKind::Pool => {}
             }
             return;
         }
         let Some(print) = self.printer.print(page) else { return };
-        let mut record = Record::new(print, kind, huge);
+        let mut record = PageRecord::new(print, kind, huge);
         if page_number > 0 && self.last_page == Some(page_number - 1) {
             record.set_follows();
         }

@@ -1,7 +1,7 @@
 //! Whatever memory looks like, the scan counts what a naive model counts that compares every page with every
 //! other: contents, copies inside and across, shared and kernel-only pages, domains, runs, budgets and bills.
 
-use pagefold_scan::{Config, Cost, Identity, Kind, Ksm, Lost, Pages, Plan, Reason, Source, WorkUnit, scan};
+use pagefold_scan::{Config, Cost, Identity, Ksm, Lost, PageKind, Pages, Reason, ScanPlan, Source, WorkUnit, scan};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +16,7 @@ struct Cell {
 #[derive(Clone, Debug)]
 struct Area {
     first_page: u64,
-    kind: Kind,
+    kind: PageKind,
     cells: Vec<Option<Cell>>,
 }
 
@@ -39,10 +39,10 @@ impl Source for Memory {
         Identity { pid: None, name: "memory".into(), domain: self.domain }
     }
 
-    fn plan(&self) -> Result<Plan, Lost> {
-        let mut plan = Plan { merged: 17, ..Plan::default() };
+    fn plan(&self) -> Result<ScanPlan, Lost> {
+        let mut plan = ScanPlan { merged: 17, ..ScanPlan::default() };
         for area in &self.areas {
-            let reason = (area.kind == Kind::KernelOnly).then_some(Reason::Locked);
+            let reason = (area.kind == PageKind::KernelOnly).then_some(Reason::Locked);
             for at in (0..area.cells.len() as u64).step_by(self.unit as usize) {
                 plan.units.push(WorkUnit {
                     first_page: area.first_page + at,
@@ -77,7 +77,7 @@ struct Seen {
     domain: u64,
     area: usize,
     page: u64,
-    kind: Kind,
+    kind: PageKind,
     content: u8,
 }
 
@@ -87,7 +87,7 @@ fn all_pages(memories: &[Memory]) -> Vec<Seen> {
         for (number, area) in memory.areas.iter().enumerate() {
             for (at, cell) in area.cells.iter().enumerate() {
                 let Some(cell) = cell else { continue };
-                let kind = if cell.shared && area.kind != Kind::Pool { Kind::Shared } else { area.kind };
+                let kind = if cell.shared && area.kind != PageKind::Pool { PageKind::Shared } else { area.kind };
                 all.push(Seen {
                     source,
                     domain: memory.domain,
@@ -121,19 +121,19 @@ fn model(memories: &[Memory], budget: usize, shortest: fn(u64, u64) -> u64) -> C
     let mut counted = Counted::default();
     let all = all_pages(memories);
     let is_zero = |seen: &Seen| seen.content == 0;
-    let twins = |seen: &Seen, kind: Kind| -> Vec<&Seen> {
+    let twins = |seen: &Seen, kind: PageKind| -> Vec<&Seen> {
         all.iter().filter(|o| o.domain == seen.domain && o.content == seen.content && o.kind == kind).collect()
     };
     let merges = |seen: &Seen| {
-        let pooled = !twins(seen, Kind::Pool).is_empty();
-        seen.kind == Kind::Own && !is_zero(seen) && (twins(seen, Kind::Own).len() >= 2 || pooled)
+        let pooled = !twins(seen, PageKind::Pool).is_empty();
+        seen.kind == PageKind::Own && !is_zero(seen) && (twins(seen, PageKind::Own).len() >= 2 || pooled)
     };
     let mut slots: BTreeMap<(u64, u8), u64> = BTreeMap::new();
     // In the order in which the contents first occur anywhere.
     for seen in all.iter().filter(|seen| !is_zero(seen)) {
         let key = (seen.domain, seen.content);
         let next = slots.len() as u64;
-        if twins(seen, Kind::Own).iter().any(|own| merges(own)) {
+        if twins(seen, PageKind::Own).iter().any(|own| merges(own)) {
             slots.entry(key).or_insert(next);
         }
     }
@@ -166,23 +166,23 @@ fn model(memories: &[Memory], budget: usize, shortest: fn(u64, u64) -> u64) -> C
     let mut contents: BTreeSet<(u64, u8)> = BTreeSet::new();
     for seen in &all {
         match seen.kind {
-            Kind::Own if is_zero(seen) => counted.zero += 1,
-            Kind::Own if !merges(seen) => counted.unique += 1,
-            Kind::Own => {}
-            Kind::KernelOnly => counted.kernel_only += 1,
-            Kind::Shared => counted.shared += 1,
-            Kind::Pool => {}
+            PageKind::Own if is_zero(seen) => counted.zero += 1,
+            PageKind::Own if !merges(seen) => counted.unique += 1,
+            PageKind::Own => {}
+            PageKind::KernelOnly => counted.kernel_only += 1,
+            PageKind::Shared => counted.shared += 1,
+            PageKind::Pool => {}
         }
         if !is_zero(seen) && contents.insert((seen.domain, seen.content)) {
-            let own = twins(seen, Kind::Own);
+            let own = twins(seen, PageKind::Own);
             let holders: BTreeSet<usize> = own.iter().map(|own| own.source).collect();
-            let pooled = !twins(seen, Kind::Pool).is_empty();
+            let pooled = !twins(seen, PageKind::Pool).is_empty();
             counted.inside += (own.len() - holders.len()) as u64;
             counted.across += holders.len().saturating_sub(usize::from(!pooled)) as u64;
             let taken = taken.get(&(seen.domain, seen.content)).copied().unwrap_or(0);
             counted.saved += if pooled { taken } else { taken.saturating_sub(1) };
-            let shared = u64::from(!twins(seen, Kind::Shared).is_empty());
-            let copies = own.len() as u64 + twins(seen, Kind::KernelOnly).len() as u64 + shared;
+            let shared = u64::from(!twins(seen, PageKind::Shared).is_empty());
+            let copies = own.len() as u64 + twins(seen, PageKind::KernelOnly).len() as u64 + shared;
             if copies >= 2 {
                 counted.ksm_nodes += copies.div_ceil(256);
                 counted.ksm_saved += copies - copies.div_ceil(256);
@@ -205,7 +205,7 @@ fn cells() -> impl Strategy<Value = Vec<Option<Cell>>> {
 }
 
 fn memory() -> impl Strategy<Value = Memory> {
-    let kind = prop_oneof![6 => Just(Kind::Own), 2 => Just(Kind::KernelOnly), 1 => Just(Kind::Pool)];
+    let kind = prop_oneof![6 => Just(PageKind::Own), 2 => Just(PageKind::KernelOnly), 1 => Just(PageKind::Pool)];
     let areas = prop::collection::vec((kind, cells(), 0u64..2), 0..4);
     (0u64..2, areas, 1u64..9).prop_map(|(domain, parts, unit)| {
         let mut next = 1;
@@ -238,8 +238,8 @@ proptest! {
         let report = scan(sources, &config, &mut |_| {});
         let expected = model(&memories, budget, shortest);
         let totals = &report.totals;
-        let zero_kernel_only = all_pages(&memories).iter().filter(|s| s.content == 0 && s.kind == Kind::KernelOnly).count() as u64;
-        let examined = all_pages(&memories).iter().filter(|seen| seen.kind != Kind::Pool).count() as u64;
+        let zero_kernel_only = all_pages(&memories).iter().filter(|s| s.content == 0 && s.kind == PageKind::KernelOnly).count() as u64;
+        let examined = all_pages(&memories).iter().filter(|seen| seen.kind != PageKind::Pool).count() as u64;
         prop_assert_eq!(totals.examined, examined);
         prop_assert_eq!(
             (totals.zero, totals.unique, totals.duplicate_inside, totals.duplicate_across),
@@ -281,15 +281,15 @@ fn a_sample_estimates_within_its_error() {
         fn identity(&self) -> Identity {
             Identity::default()
         }
-        fn plan(&self) -> Result<Plan, Lost> {
+        fn plan(&self) -> Result<ScanPlan, Lost> {
             let unit = |n: u64| WorkUnit {
                 first_page: 1 + n * 1000,
                 page_count: 1000,
-                kind: Kind::Own,
+                kind: PageKind::Own,
                 reason: None,
                 continues: n > 0,
             };
-            Ok(Plan { units: (0..60).map(unit).collect(), ..Plan::default() })
+            Ok(ScanPlan { units: (0..60).map(unit).collect(), ..ScanPlan::default() })
         }
         fn read(&self, unit: &WorkUnit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
             for number in unit.first_page..unit.first_page + unit.page_count {
@@ -327,9 +327,10 @@ fn a_source_that_holds_its_reader_is_given_up() {
         fn identity(&self) -> Identity {
             Identity { pid: Some(1), name: "stuck".into(), domain: 0 }
         }
-        fn plan(&self) -> Result<Plan, Lost> {
-            let unit = |n| WorkUnit { first_page: n, page_count: 1, kind: Kind::Own, reason: None, continues: false };
-            Ok(Plan { units: (1..9).map(unit).collect(), ..Plan::default() })
+        fn plan(&self) -> Result<ScanPlan, Lost> {
+            let unit =
+                |n| WorkUnit { first_page: n, page_count: 1, kind: PageKind::Own, reason: None, continues: false };
+            Ok(ScanPlan { units: (1..9).map(unit).collect(), ..ScanPlan::default() })
         }
         fn read(&self, unit: &WorkUnit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
             pages.take(unit.first_page, false, false, &page(3));
@@ -345,7 +346,7 @@ fn a_source_that_holds_its_reader_is_given_up() {
         domain: 0,
         areas: vec![Area {
             first_page: 1,
-            kind: Kind::Own,
+            kind: PageKind::Own,
             cells: vec![Some(Cell { content: 3, shared: false }); 100],
         }],
         unit: 1,
@@ -365,9 +366,10 @@ fn what_is_more_than_can_be_told_is_told_as_the_most() {
         fn identity(&self) -> Identity {
             Identity { pid: None, name: "holes".into(), domain: 0 }
         }
-        fn plan(&self) -> Result<Plan, Lost> {
-            let unit = WorkUnit { first_page: 0, page_count: 1 << 51, kind: Kind::Own, reason: None, continues: false };
-            Ok(Plan { units: vec![unit], bytes: 1 << 63, ..Plan::default() })
+        fn plan(&self) -> Result<ScanPlan, Lost> {
+            let unit =
+                WorkUnit { first_page: 0, page_count: 1 << 51, kind: PageKind::Own, reason: None, continues: false };
+            Ok(ScanPlan { units: vec![unit], bytes: 1 << 63, ..ScanPlan::default() })
         }
         fn read(&self, unit: &WorkUnit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
             pages.take_holes(unit.page_count);

@@ -28,7 +28,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// What a snapshot is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum SnapshotKind {
     /// A read-only look at its parent.
     View,
     /// Changes over its parent.
@@ -56,7 +56,7 @@ pub struct Snapshot {
     /// The committed snapshot below it; empty if there is none.
     pub parent: String,
     /// What it is.
-    pub kind: Kind,
+    pub kind: SnapshotKind,
     /// When it was made.
     pub created: Time,
     /// When it or its labels were changed.
@@ -275,7 +275,7 @@ mod tests {
             id: database.next_id(),
             name: name.into(),
             parent: String::new(),
-            kind: Kind::Active,
+            kind: SnapshotKind::Active,
             created: now(),
             updated: now(),
             labels: BTreeMap::from([("a".into(), "b".into())]),
@@ -293,7 +293,7 @@ mod tests {
         let second = snapshot(&mut database, "second");
         database.insert(second, |_| Ok(())).unwrap();
         first.name = "renamed".into();
-        first.kind = Kind::Committed;
+        first.kind = SnapshotKind::Committed;
         first.digest = Some(Digest::of(b"tree"));
         database.replace("first", first.clone()).unwrap();
         let removed = database.remove("second").unwrap();

@@ -3,7 +3,7 @@
 //! containerd itself asks a snapshotter with one filter only, after a Prepare was answered with ALREADY_EXISTS; clients'
 //! filters are applied by containerd. Regular expressions (`~=`) are refused.
 
-use crate::database::{Kind, Snapshot};
+use crate::database::{Snapshot, SnapshotKind};
 use crate::error::{Error, Result};
 
 /// What one selector compares.
@@ -67,9 +67,9 @@ fn field<'a>(snapshot: &'a Snapshot, path: &[String]) -> Option<&'a str> {
     let names: Vec<&str> = path.iter().map(String::as_str).collect();
     match *names {
         ["kind"] => Some(match snapshot.kind {
-            Kind::View => "view",
-            Kind::Active => "active",
-            Kind::Committed => "committed",
+            SnapshotKind::View => "view",
+            SnapshotKind::Active => "active",
+            SnapshotKind::Committed => "committed",
         }),
         ["name"] => Some(&snapshot.name),
         ["parent"] => Some(&snapshot.parent),
@@ -186,7 +186,7 @@ mod tests {
             id: 1,
             name: "default/2/sha256:aa".into(),
             parent: "default/1/sha256:\u{e4}\"b".into(),
-            kind: Kind::Committed,
+            kind: SnapshotKind::Committed,
             created: (0, 0),
             updated: (0, 0),
             labels: BTreeMap::from([("containerd.io/snapshot.ref".into(), "sha256:aa".into())]),

@@ -10,7 +10,7 @@
 //!   layers of limited length stay far below that, whatever the number of layers of an image.
 //! - It mounts in its own time and mount namespace: metadata is mounted where it sees it, until the snapshot is removed.
 
-use crate::database::{Kind, Snapshot};
+use crate::database::{Snapshot, SnapshotKind};
 use crate::error::{At, Error, Result};
 use pagefold_image::digest::Digest;
 use pagefold_image::mount::layers::{self, Naming};
@@ -125,7 +125,7 @@ pub fn unmount_metadata(dir: &Path, all: bool) -> Result<()> {
 
 /// What containerd is to mount for `snapshot`, whose directory is `dir`, over the layers of its parent.
 pub fn mounts(snapshot: &Snapshot, dir: &Path, layers: Option<(PathBuf, PathBuf)>) -> Vec<Mount> {
-    let is_view = snapshot.kind == Kind::View;
+    let is_view = snapshot.kind == SnapshotKind::View;
     let text = |path: &Path| path.display().to_string();
     let Some((metadata, objects)) = layers else {
         let access = if is_view { "ro" } else { "rw" };
@@ -160,7 +160,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    fn snapshot(name: &str, kind: Kind) -> Snapshot {
+    fn snapshot(name: &str, kind: SnapshotKind) -> Snapshot {
         Snapshot {
             id: u64::MAX,
             name: name.into(),
@@ -184,13 +184,13 @@ mod tests {
             lower.to_string()
         };
         for key in ["extract-1-ab sha256:cd", "default/12/extract-1-ab sha256:cd"] {
-            assert_eq!(lower(key, Kind::Active), "/r/digests");
+            assert_eq!(lower(key, SnapshotKind::Active), "/r/digests");
         }
         for key in ["default/12/web", "web/extract-1", "default/12/x/extract-1", "k8s.io/3/not-extract-1"] {
-            assert_eq!(lower(key, Kind::Active), "/r/digests::/s/objects");
+            assert_eq!(lower(key, SnapshotKind::Active), "/r/digests::/s/objects");
         }
         // Nothing is unpacked to a view, and without an upper layer overlayfs needs two.
-        assert_eq!(lower("default/1/extract-1", Kind::View), "/r/digests::/s/objects");
+        assert_eq!(lower("default/1/extract-1", SnapshotKind::View), "/r/digests::/s/objects");
     }
 
     /// containerd compacts options above 4096 - 512 bytes, which an empty part prevents.
@@ -201,7 +201,7 @@ mod tests {
         let dir = long.join("snapshots").join(u64::MAX.to_string());
         let objects =
             long.join("domains").join("d".repeat(100)).join(format!("trees/{}.shelf/objects", "0".repeat(64)));
-        let mounts = mounts(&snapshot("web", Kind::Active), &dir, Some((dir.join("digests"), objects)));
+        let mounts = mounts(&snapshot("web", SnapshotKind::Active), &dir, Some((dir.join("digests"), objects)));
         let bytes = mounts[0].options.join(",").len();
         assert!((1000..4096 - 512).contains(&bytes), "{bytes}");
         let longer = long.join("x");

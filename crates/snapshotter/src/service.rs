@@ -2,7 +2,7 @@
 
 use crate::api::snapshots_server::{Snapshots as Service, SnapshotsServer};
 use crate::api::{self, Info};
-use crate::database::{Kind, Snapshot};
+use crate::database::{Snapshot, SnapshotKind};
 use crate::error::Error;
 use crate::mounts::Mount;
 use crate::snapshots::Snapshots;
@@ -77,9 +77,9 @@ fn mounts(mounts: Vec<Mount>) -> Vec<api::Mount> {
 fn info(snapshot: Snapshot) -> Info {
     let time = |(seconds, nanos): (i64, u32)| Some(Timestamp { seconds, nanos: nanos as i32 });
     let kind = match snapshot.kind {
-        Kind::View => api::Kind::View,
-        Kind::Active => api::Kind::Active,
-        Kind::Committed => api::Kind::Committed,
+        SnapshotKind::View => api::Kind::View,
+        SnapshotKind::Active => api::Kind::Active,
+        SnapshotKind::Committed => api::Kind::Committed,
     };
     Info {
         name: snapshot.name,
@@ -99,8 +99,9 @@ impl Service for Server {
     ) -> Result<Response<api::PrepareSnapshotResponse>, Status> {
         let api::PrepareSnapshotRequest { key, parent, labels, .. } = request.into_inner();
         let labels = labels.into_iter().collect();
-        let made =
-            self.run(format!("prepare {key:?}"), move |all| all.create(Kind::Active, &key, &parent, labels)).await?;
+        let made = self
+            .run(format!("prepare {key:?}"), move |all| all.create(SnapshotKind::Active, &key, &parent, labels))
+            .await?;
         Ok(Response::new(api::PrepareSnapshotResponse { mounts: mounts(made) }))
     }
 
@@ -110,7 +111,8 @@ impl Service for Server {
     ) -> Result<Response<api::ViewSnapshotResponse>, Status> {
         let api::ViewSnapshotRequest { key, parent, labels, .. } = request.into_inner();
         let labels = labels.into_iter().collect();
-        let made = self.run(format!("view {key:?}"), move |all| all.create(Kind::View, &key, &parent, labels)).await?;
+        let made =
+            self.run(format!("view {key:?}"), move |all| all.create(SnapshotKind::View, &key, &parent, labels)).await?;
         Ok(Response::new(api::ViewSnapshotResponse { mounts: mounts(made) }))
     }
 

@@ -7,7 +7,7 @@
 //! directory from before the first link until the snapshot is recorded as committed. A snapshotter that finds the note when it
 //! starts gives the upper directory files of its own again: the container could otherwise write into objects.
 
-use crate::database::{Database, Kind, Snapshot, make_dir, now, sync_dir};
+use crate::database::{Database, Snapshot, SnapshotKind, make_dir, now, sync_dir};
 use crate::error::{At, Error, Result};
 use crate::filter::Filters;
 use crate::mounts::{self, Mount};
@@ -68,7 +68,7 @@ impl State {
             return Ok(None);
         }
         match self.database.get(name)? {
-            parent if parent.kind == Kind::Committed => Ok(Some(parent.clone())),
+            parent if parent.kind == SnapshotKind::Committed => Ok(Some(parent.clone())),
             _ => Err(Error::Invalid(format!("parent {name:?} is not committed"))),
         }
     }
@@ -132,7 +132,7 @@ impl Snapshots {
         images.retain(|name| name.starts_with(prefix));
         for snapshot in state.database.all().values() {
             let dir = state.database.dir(snapshot.id);
-            if snapshot.kind == Kind::Committed {
+            if snapshot.kind == SnapshotKind::Committed {
                 let name = self.image_name(&state, snapshot.id);
                 images.retain(|image| *image != name);
                 release(&dir)?;
@@ -151,7 +151,13 @@ impl Snapshots {
     ///
     /// # Errors
     /// The name is taken, the parent is missing or not committed; the layer that the labels refer to is here already.
-    pub fn create(&self, kind: Kind, name: &str, parent: &str, labels: BTreeMap<String, String>) -> Result<Vec<Mount>> {
+    pub fn create(
+        &self,
+        kind: SnapshotKind,
+        name: &str,
+        parent: &str,
+        labels: BTreeMap<String, String>,
+    ) -> Result<Vec<Mount>> {
         check_key(name)?;
         let (reservation, below, id) = {
             let mut state = self.state();
@@ -182,7 +188,7 @@ impl Snapshots {
         let layers = below.map(|below| self.layers(&below, &snapshot)).transpose()?;
         let mut state = self.state();
         state.database.insert(snapshot.clone(), |dir| {
-            if kind == Kind::Active || layers.is_none() {
+            if kind == SnapshotKind::Active || layers.is_none() {
                 make_upper(dir, layers.as_ref().map(|layers| &*layers.0))?;
             }
             Ok(())
@@ -197,7 +203,7 @@ impl Snapshots {
     fn layers(&self, parent: &Snapshot, over: &Snapshot) -> Result<(std::path::PathBuf, std::path::PathBuf)> {
         let _mounting = self.mounting.lock().expect("no panic while held");
         let dir = self.state().database.dir(parent.id);
-        let extract = over.kind == Kind::Active && mounts::is_extracted_to(&over.name);
+        let extract = over.kind == SnapshotKind::Active && mounts::is_extracted_to(&over.name);
         mounts::mount_metadata(&self.store, &digest(parent)?, &dir, extract)
     }
 
@@ -209,7 +215,7 @@ impl Snapshots {
         let (snapshot, below, dir) = {
             let state = self.state();
             let snapshot = state.database.get(name)?.clone();
-            if snapshot.kind == Kind::Committed {
+            if snapshot.kind == SnapshotKind::Committed {
                 return Err(Error::Precondition(format!("snapshot {name:?} is committed, and has no mounts")));
             }
             let below = state.parent(&snapshot.parent)?;
@@ -231,7 +237,7 @@ impl Snapshots {
                 return Err(Error::Exists(name.into()));
             }
             let active = state.database.get(key)?.clone();
-            if active.kind != Kind::Active || state.busy.contains(&active.id) {
+            if active.kind != SnapshotKind::Active || state.busy.contains(&active.id) {
                 return Err(Error::Precondition(format!("snapshot {key:?} is not active, or is being committed")));
             }
             let below = state.parent(&active.parent)?;
@@ -247,7 +253,7 @@ impl Snapshots {
             let created = now();
             let snapshot = Snapshot {
                 name: name.into(),
-                kind: Kind::Committed,
+                kind: SnapshotKind::Committed,
                 created,
                 updated: created,
                 labels,
@@ -309,7 +315,7 @@ impl Snapshots {
         let mut children = state.database.all().values().filter(|other| other.parent == parent.name);
         // Without a link farm containers use this metadata, too. containerd may not have mounted it yet: it would find an empty
         // directory.
-        let is_used = children.any(|child| child.kind != Kind::Committed)
+        let is_used = children.any(|child| child.kind != SnapshotKind::Committed)
             || state.reserved.values().any(|other| *other == parent.name);
         let dir = state.database.dir(parent.id);
         drop(state);
@@ -334,7 +340,7 @@ impl Snapshots {
             let below = state.parent(&snapshot.parent)?;
             let image = self.image_name(&state, snapshot.id);
             let removed = state.database.remove(name)?;
-            if snapshot.kind == Kind::Committed {
+            if snapshot.kind == SnapshotKind::Committed {
                 state.usage = None;
                 state.is_garbage_left = true;
                 self.forget_image(&image)?;
@@ -402,7 +408,7 @@ impl Snapshots {
             let dir = state.database.dir(snapshot.id);
             (snapshot, dir, state.usage.clone(), usage::trees(&state.database))
         };
-        if snapshot.kind != Kind::Committed {
+        if snapshot.kind != SnapshotKind::Committed {
             let upper = dir.join("fs");
             return if upper.exists() { usage::of_directory(&upper) } else { Ok(Usage::default()) };
         }
@@ -453,7 +459,7 @@ fn digest(committed: &Snapshot) -> Result<Digest> {
 fn known_layer<'a>(database: &'a Database, target: &str, parent: &str) -> Option<&'a str> {
     let is_known = |snapshot: &&Snapshot| {
         let reference = snapshot.labels.get(REFERENCE).map(String::as_str);
-        snapshot.kind == Kind::Committed && snapshot.parent == parent && reference == Some(target)
+        snapshot.kind == SnapshotKind::Committed && snapshot.parent == parent && reference == Some(target)
     };
     database.all().values().find(is_known).map(|snapshot| snapshot.name.as_str())
 }

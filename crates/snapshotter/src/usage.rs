@@ -1,6 +1,6 @@
 //! What a snapshot takes: for an active one its upper directory, for a committed one what removing it would free.
 
-use crate::database::{Database, Kind};
+use crate::database::{Database, SnapshotKind};
 use crate::error::{At, Result};
 use pagefold_image::digest::Digest;
 use pagefold_image::store::Store;
@@ -55,7 +55,7 @@ pub type Trees = HashMap<u64, (Digest, Option<Digest>)>;
 /// The trees of the committed snapshots of a database.
 pub fn trees(database: &Database) -> Trees {
     let digest = |name: &str| database.all().get(name).and_then(|snapshot| snapshot.digest);
-    let committed = database.all().values().filter(|snapshot| snapshot.kind == Kind::Committed);
+    let committed = database.all().values().filter(|snapshot| snapshot.kind == SnapshotKind::Committed);
     committed.filter_map(|snapshot| Some((snapshot.id, (snapshot.digest?, digest(&snapshot.parent))))).collect()
 }
 

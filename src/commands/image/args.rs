@@ -3,7 +3,7 @@
 use crate::units;
 use pagefold_image::Error as ImageError;
 use pagefold_image::config::Limits;
-use pagefold_image::mount::{self, Kind};
+use pagefold_image::mount::{self, MountKind};
 use pagefold_image::oci::Platform;
 use pagefold_image::store::{check_domain, check_name};
 use std::ffi::OsString;
@@ -241,11 +241,11 @@ impl MountOptions {
     pub fn options(&self) -> mount::Options {
         mount::Options {
             kind: match self.kind {
-                KindArg::Auto => Kind::Auto,
-                KindArg::Native => Kind::Native,
-                KindArg::Erofs => Kind::Erofs,
-                KindArg::Loop => Kind::Loop,
-                KindArg::Directory => Kind::Directory,
+                KindArg::Auto => MountKind::Auto,
+                KindArg::Native => MountKind::Native,
+                KindArg::Erofs => MountKind::Erofs,
+                KindArg::Loop => MountKind::Loop,
+                KindArg::Directory => MountKind::Directory,
             },
             upper: self.upper.clone(),
             nosuid: self.nosuid,

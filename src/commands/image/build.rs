@@ -10,14 +10,14 @@ use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
 use pagefold_image::oci::{self, Platform, Wanted};
 use pagefold_image::progress::Progress;
-use pagefold_image::store::{Record, RunConfig, Store};
+use pagefold_image::store::{ImageRecord, RunConfig, Store};
 use pagefold_image::tree::Tree;
 use pagefold_image::{build, export, unpack};
 use std::io::IsTerminal;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json: bool) -> Result<(), Error> {
+fn report_built(record: &ImageRecord, stats: &pagefold_image::store::BuildStats, json: bool) -> Result<(), Error> {
     use std::sync::atomic::Ordering::Relaxed;
     for note in &record.notes {
         note!("pagefold: note: {note}");

@@ -24,7 +24,7 @@ pub fn run(open: impl Fn(&str) -> Result<Store, Error>, args: ExecArgs) -> ExitC
 fn exec_image(open: impl Fn(&str) -> Result<Store, Error>, args: ExecArgs) -> Error {
     let prepare = || -> Result<_, Error> {
         let store = open(&args.name)?;
-        let run = exec::Run {
+        let run = exec::ExecOptions {
             env: environment(&args.env, |name| std::env::var(name))?,
             binds: args.binds,
             mount: args.options.options(),

@@ -7,7 +7,7 @@ use crate::units::{show_count, show_counted};
 use pagefold_image::export;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
-use pagefold_image::tree::{Kind as FileKind, Tree};
+use pagefold_image::tree::{FileKind, Tree};
 use std::io::{BufWriter, IsTerminal};
 use std::path::Path;
 

@@ -21,12 +21,12 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Where a command finds its store, and the domain there.
-struct Place {
+struct StoreLocation {
     root: PathBuf,
     domain: String,
 }
 
-impl Place {
+impl StoreLocation {
     /// The store, made if it is missing.
     fn make(&self) -> Result<Store, Error> {
         Store::open(&self.root, &self.domain).map_err(elsewhere)
@@ -64,43 +64,43 @@ impl Place {
 
 /// Runs the image command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let place = Place { root: args.store.unwrap_or_else(default_root), domain: args.domain };
+    let location = StoreLocation { root: args.store.unwrap_or_else(default_root), domain: args.domain };
     match args.action {
         Action::Build(build) => {
             let stdin = build::is_stdin(&build.path)?;
-            build::build_image(&place.make()?, build, stdin)?;
+            build::build_image(&location.make()?, build, stdin)?;
         }
         Action::Import(import) => {
             let stdin = build::is_stdin(&import.path)?;
-            build::import_image(&place.make()?, import, stdin)?;
+            build::import_image(&location.make()?, import, stdin)?;
         }
-        Action::Mount(mount) => mount_image(&place, &mount)?,
+        Action::Mount(mount) => mount_image(&location, &mount)?,
         Action::Umount { mountpoint, lazy, json } => unmount(&mountpoint, lazy, json)?,
-        Action::Ls { name: None, json } => return show::list_images(place.of_images(&[])?.as_ref(), json),
+        Action::Ls { name: None, json } => return show::list_images(location.of_images(&[])?.as_ref(), json),
         Action::Ls { name: Some(name), json } => {
-            let store = place.of_image(&name)?;
+            let store = location.of_image(&name)?;
             let (record, _lease) = store.hold(&name)?;
             show::list_files(&store.tree(&record.digest)?, json)?;
         }
         Action::Stat { names, json } => {
-            return show::stat_images(place.of_images(&names)?.as_ref(), &place.domain, &names, json);
+            return show::stat_images(location.of_images(&names)?.as_ref(), &location.domain, &names, json);
         }
         Action::Verify { names, check_frames, json } => {
-            return show::verify_images(place.of_images(&names)?.as_ref(), &names, check_frames, json);
+            return show::verify_images(location.of_images(&names)?.as_ref(), &names, check_frames, json);
         }
-        Action::Gc { dry_run, json } => return collect(place.of_images(&[])?.as_ref(), dry_run, json),
-        Action::Rm { names, json } => return remove(&place, &names, json),
+        Action::Gc { dry_run, json } => return collect(location.of_images(&[])?.as_ref(), dry_run, json),
+        Action::Rm { names, json } => return remove(&location, &names, json),
         Action::Export { name, output, format } => {
-            export::export_image(&place.of_image(&name)?, &name, &output, format)?;
+            export::export_image(&location.of_image(&name)?, &name, &output, format)?;
         }
-        Action::Exec(exec) => return Ok(exec::run(|name| place.of_image(name), exec)),
+        Action::Exec(exec) => return Ok(exec::run(|name| location.of_image(name), exec)),
         Action::Scan { dirs, json } => return super::scan_tree::run_tree(&dirs, json),
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn mount_image(place: &Place, args: &MountArgs) -> Result<(), Error> {
-    let store = place.of_image(&args.name)?;
+fn mount_image(location: &StoreLocation, args: &MountArgs) -> Result<(), Error> {
+    let store = location.of_image(&args.name)?;
     let (record, _lease) = store.hold(&args.name)?;
     let mounted = mount::mount(&store, &record, &args.mountpoint, &args.options.options())
         .map_err(|error| with_other_way(error, &args.name))?;
@@ -125,8 +125,8 @@ fn unmount(mountpoint: &Path, lazy: bool, json: bool) -> Result<(), Error> {
 }
 
 /// Forgets the images `names`; their objects stay until gc.
-fn remove(place: &Place, names: &[String], json: bool) -> Result<ExitCode, Error> {
-    let remove = |name: &String| place.of_image(name)?.remove(name).map(|_| name.clone()).map_err(Error::from);
+fn remove(location: &StoreLocation, names: &[String], json: bool) -> Result<ExitCode, Error> {
+    let remove = |name: &String| location.of_image(name)?.remove(name).map(|_| name.clone()).map_err(Error::from);
     let (removed, code) = super::control::for_each(names, remove)?;
     if json {
         print_json(&json!({ "removed": removed }))?;

@@ -6,8 +6,8 @@ use crate::units::{show_count, show_counted, show_size};
 use crate::{note, say};
 use pagefold_image::progress::Progress;
 use pagefold_image::stat;
-use pagefold_image::store::{DamagedImage, Records, Store};
-use pagefold_image::tree::{Data, Kind as FileKind, Tree, show};
+use pagefold_image::store::{DamagedImage, ImageRecords, Store};
+use pagefold_image::tree::{Data, FileKind, Tree, show};
 use serde_json::json;
 use std::io::{BufWriter, Write};
 use std::process::ExitCode;
@@ -21,7 +21,7 @@ fn complain_of(damaged: &[DamagedImage]) -> ExitCode {
 }
 
 pub fn list_images(store: Option<&Store>, json: bool) -> Result<ExitCode, Error> {
-    let Records { images, damaged } = store.map_or(Ok(Records::default()), Store::records)?;
+    let ImageRecords { images, damaged } = store.map_or(Ok(ImageRecords::default()), Store::records)?;
     if json {
         print_json(&serde_json::to_value(images)?)?;
         return Ok(complain_of(&damaged));

@@ -4,7 +4,7 @@ use super::machines::{boot_all, raw_drive, through};
 use crate::disk::args::GuestSize;
 use crate::disk::server::{Mount, Server};
 use crate::files::{drop_cached, random_file, read_through};
-use crate::group::Group;
+use crate::group::ControlGroup;
 use crate::process::Failure;
 use crate::record;
 use crate::restore::SwapFile;
@@ -146,7 +146,7 @@ fn read_under_pressure(
 ) -> Result<Result<Value, String>, Failure> {
     // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
-    let group = Group::new(if how.cached { "disk" } else { "plain" })?;
+    let group = ControlGroup::new(if how.cached { "disk" } else { "plain" })?;
     group.limit((limit_mib as u64) << 20)?;
     // Declared before the guests, so that it is dropped after them.
     let settings = match how.with_ksm.then(ksm_by_default).transpose() {

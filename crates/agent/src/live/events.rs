@@ -15,7 +15,7 @@ use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem, pagemap};
-use pagefold_protocol::channel::Counters;
+use pagefold_protocol::channel::AgentCounters;
 
 /// How mappings of the pool are watched.
 pub(crate) const HOLD_MODES: u64 = uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP;
@@ -192,7 +192,7 @@ pub(crate) fn apply_owed(held: &MappingLockGuard<'_>) {
 }
 
 /// Answers what waits: discards of merged pages by raw system calls, and accesses to merged pages that are not mapped.
-pub(super) fn serve_events(hold: &Uffd, maps: &Maps, watch: &Uffd, counters: &Counters) {
+pub(super) fn serve_events(hold: &Uffd, maps: &Maps, watch: &Uffd, counters: &AgentCounters) {
     serve_each(hold, |event| serve_event(hold, maps, Some(watch), Some(counters), event));
 }
 
@@ -232,7 +232,7 @@ pub(crate) fn forget_served() {
 /// The pages of a discarded range must read zero, so they become fresh memory. Until then no thread sees old bytes: merged memory is
 /// registered in minor mode, for pages that only the page cache has. So a thread that touches a page just dropped by the discard
 /// waits, and the agent reads that fault after it has answered the discard.
-fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<&Counters>, event: uffd::Event) {
+fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<&AgentCounters>, event: uffd::Event) {
     match event {
         uffd::Event::Remove(range) => {
             if let Some(counters) = counters {

@@ -19,7 +19,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched};
-use pagefold_protocol::channel::{Channel, Counters};
+use pagefold_protocol::channel::{AgentCounters, Channel};
 use pagefold_protocol::message::SEGMENTS_HELD;
 
 pub(super) const PAGE: u64 = PAGE_SIZE as u64;
@@ -169,7 +169,7 @@ impl Agent {
         self.quiet.as_ref().unwrap_or(&self.hold)
     }
 
-    pub(crate) const fn counters(&self) -> &Counters {
+    pub(crate) const fn counters(&self) -> &AgentCounters {
         self.channel.counters()
     }
 

@@ -6,7 +6,7 @@
 //! Lock order: `domains`, then `connected`, then `past`.
 
 use crate::clients::connection::Connection;
-use crate::clients::merge_client::{MergeClient, Shared};
+use crate::clients::merge_client::{MergeClient, SharedClient};
 use crate::config::Config;
 use crate::domain_key::{DOMAIN_IDLE, DomainKey};
 use crate::memory_limits;
@@ -51,7 +51,7 @@ pub(crate) struct LiveDomain {
 pub(crate) struct Connected {
     pub(crate) key: DomainKey,
     pub(crate) id: ClientId,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<SharedClient>,
     pub(crate) connection: Arc<Connection>,
 }
 
@@ -279,7 +279,7 @@ impl LiveClients {
     }
 
     /// All clients.
-    pub(crate) fn all(&self) -> Vec<(Arc<Shared>, Arc<Domain>, ClientId)> {
+    pub(crate) fn all(&self) -> Vec<(Arc<SharedClient>, Arc<Domain>, ClientId)> {
         let domains = lock(&self.domains);
         let of =
             |client: &Connected| Some((client.shared.clone(), domains.get(&client.key)?.domain.clone(), client.id));
@@ -359,7 +359,7 @@ pub(crate) mod tests {
         Connected {
             key: (0, "d".into()),
             id: 1,
-            shared: Arc::new(Shared::of(pid)),
+            shared: Arc::new(SharedClient::of(pid)),
             connection: Arc::new(socket.into()),
         }
     }

@@ -17,7 +17,7 @@ use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcom
 use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, sched, sock};
 use pagefold_pool::Pool;
-use pagefold_protocol::channel::{Channel, Counters};
+use pagefold_protocol::channel::{AgentCounters, Channel};
 use pagefold_protocol::handshake::send_welcome;
 use pagefold_protocol::message::{
     self, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST,
@@ -53,7 +53,7 @@ const SCANNED_MAX: usize = 4096;
 
 /// What the daemon reads of a client while a worker holds it.
 #[derive(Debug)]
-pub struct Shared {
+pub struct SharedClient {
     /// Process id.
     pub pid: i32,
     /// User id.
@@ -80,12 +80,12 @@ pub(crate) struct Unmanaged {
     pub(crate) memory: Vec<UnmanagedMemory>,
 }
 
-impl Shared {
+impl SharedClient {
     /// Of a process that has no link.
     #[cfg(test)]
-    pub(crate) fn of(pid: i32) -> Shared {
+    pub(crate) fn of(pid: i32) -> SharedClient {
         let channel = Channel::create(c"channel").expect("memory");
-        Shared {
+        SharedClient {
             pid,
             uid: 0,
             name: "test".into(),
@@ -104,7 +104,7 @@ impl Shared {
     }
 
     /// The agent's counters, as it keeps them; a hostile agent may keep nonsense.
-    pub fn counters(&self) -> &Counters {
+    pub fn counters(&self) -> &AgentCounters {
         self.channel.counters()
     }
 }
@@ -113,7 +113,7 @@ impl Shared {
 pub struct MergeClient {
     socket: Arc<Connection>,
     pagemap: Fd,
-    shared: Arc<Shared>,
+    shared: Arc<SharedClient>,
     sequence: u64,
     /// Ids of the segments that the agent holds, by place, and the inodes of their files: an id may be another's later.
     /// Mirrors the agent's own table.
@@ -152,7 +152,7 @@ impl MergeClient {
         Ok(MergeClient {
             socket,
             pagemap,
-            shared: Arc::new(Shared {
+            shared: Arc::new(SharedClient {
                 pid: cred.pid,
                 uid: cred.uid,
                 name,
@@ -174,7 +174,7 @@ impl MergeClient {
     }
 
     /// What others may see of the link.
-    pub fn shared(&self) -> Arc<Shared> {
+    pub fn shared(&self) -> Arc<SharedClient> {
         self.shared.clone()
     }
 
@@ -665,7 +665,7 @@ mod tests {
         MergeClient {
             socket: Arc::new(peer),
             pagemap: Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).expect("our own"),
-            shared: Arc::new(Shared::of(0)),
+            shared: Arc::new(SharedClient::of(0)),
             sequence: 0,
             held: Box::new([(NONE, 0); SEGMENTS_HELD]),
             released: 0,

@@ -7,11 +7,11 @@
 //! take at most a hundredth of one processor.
 
 use crate::clients::domains::LiveClients;
-use crate::clients::merge_client::{REGIONS_MAX, Shared, Unmanaged};
+use crate::clients::merge_client::{REGIONS_MAX, SharedClient, Unmanaged};
 use crate::status::{FILE_PAGES, UnmanagedMemory};
 use pagefold_merge::Managed;
 use pagefold_os::fd::Fd;
-use pagefold_os::pagemap::{self, Query, Region};
+use pagefold_os::pagemap::{self, Query, ScannedRange};
 use pagefold_os::smaps::{self, Mapping};
 use pagefold_os::sync::lock;
 use pagefold_os::{Errno, Range, sched};
@@ -73,7 +73,7 @@ impl Looks {
 }
 
 /// The memory of a process that is not `managed`, the most first.
-fn of_process(shared: &Shared, managed: &Managed) -> io::Result<Vec<UnmanagedMemory>> {
+fn of_process(shared: &SharedClient, managed: &Managed) -> io::Result<Vec<UnmanagedMemory>> {
     let mut bytes: BTreeMap<&'static str, u64> = BTreeMap::new();
     let rules = Rules {
         all: shared.manages_all,
@@ -125,7 +125,7 @@ fn outside(pid: i32, pagemap: &mut Option<Fd>, mapping: &Mapping<'_>, ranges: &[
         report: pagemap::PRESENT,
         ..Query::default()
     };
-    let mut regions = [Region::default(); 64];
+    let mut regions = [ScannedRange::default(); 64];
     let mut bytes = 0;
     for part in parts {
         let mut at = part.start;
@@ -352,7 +352,7 @@ mod tests {
 
     #[test]
     fn a_process_that_is_gone_is_an_error() {
-        let gone = of_process(&Shared::of(-1), &Managed::default());
+        let gone = of_process(&SharedClient::of(-1), &Managed::default());
         assert_eq!(gone.unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

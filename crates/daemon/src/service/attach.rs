@@ -4,7 +4,7 @@ use crate::clients::domains::Connected;
 use crate::service::admission;
 use crate::service::daemon::Daemon;
 use pagefold_entry::enter::{self, Entered, Settings};
-use pagefold_entry::image::Image;
+use pagefold_entry::image::AgentImage;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::{self, Uffd};
@@ -45,7 +45,7 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, as
     if is_client(daemon, pid) {
         return Err("it is a client already".into());
     }
-    let agent = Image::parse(daemon.config.attached_agent).map_err(|error| error.to_string())?;
+    let agent = AgentImage::parse(daemon.config.attached_agent).map_err(|error| error.to_string())?;
     let socket = daemon.config.socket.as_os_str().as_bytes();
     let settings = Settings { socket, domain, all: manage == Manage::All };
     let Entered { requests, still } = enter::enter(pid, &agent, &settings).map_err(|error| error.to_string())?;

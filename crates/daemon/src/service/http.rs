@@ -225,7 +225,7 @@ pub fn is_own_name(host: &str) -> bool {
 
 /// Where to listen.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum ListenAddress {
     /// An address of loopback.
     Loopback(std::net::SocketAddr),
     /// A socket in the file system: for its owner (0600), or for a group as well (0660).
@@ -237,12 +237,12 @@ pub enum Place {
     },
 }
 
-impl Place {
+impl ListenAddress {
     /// Reads `HOST:PORT`, `unix:PATH` or `unix:PATH,group=NAME`.
     ///
     /// # Errors
     /// One line, if it is neither, or not on loopback.
-    pub fn parse(at: &str) -> io::Result<Place> {
+    pub fn parse(at: &str) -> io::Result<ListenAddress> {
         let bad = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
         if let Some(path) = at.strip_prefix("unix:") {
             let (path, group) = match path.rsplit_once(",group=") {
@@ -265,13 +265,13 @@ impl Place {
                     path.display()
                 )));
             }
-            return Ok(Place::Unix { path, group });
+            return Ok(ListenAddress::Unix { path, group });
         }
         let wanted = "use 127.0.0.1:PORT or unix:PATH";
         let addresses =
             at.to_socket_addrs().map_err(|error| bad(format!("`{at}` is no address ({error}); {wanted}")))?;
         match addresses.into_iter().next() {
-            Some(address) if address.ip().is_loopback() => Ok(Place::Loopback(address)),
+            Some(address) if address.ip().is_loopback() => Ok(ListenAddress::Loopback(address)),
             Some(_) => Err(bad(format!("{at} is not a loopback address, and this is for this machine only; {wanted}"))),
             None => Err(bad(format!("`{at}` is no address; {wanted}"))),
         }
@@ -411,7 +411,7 @@ fn bind(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
     listener.map_err(told)
 }
 
-/// Serves `answer` at `at` (see [`Place::parse`]) on threads of its own, the first called `name`. `answer` gives `None`
+/// Serves `answer` at `at` (see [`ListenAddress::parse`]) on threads of its own, the first called `name`. `answer` gives `None`
 /// to end a connection without a word. What is returned removes the socket's name, if there is one, when it goes.
 ///
 /// # Errors
@@ -421,22 +421,22 @@ pub fn serve(
     at: &str,
     answer: impl Fn(&Request) -> Option<Response> + Send + Sync + 'static,
 ) -> io::Result<Served> {
-    let place = Place::parse(at)?;
-    let (listener, served) = match &place {
-        Place::Loopback(address) => {
+    let address = ListenAddress::parse(at)?;
+    let (listener, served) = match &address {
+        ListenAddress::Loopback(address) => {
             let listener = TcpListener::bind(address)
                 .map_err(|error| io::Error::new(error.kind(), format!("{at}: {error}; name another port")))?;
             // The port that was bound: the one asked for may be 0.
             let at = format!("http://{}/", listener.local_addr()?);
             (Listener::Tcp(listener), Served { at, name: None })
         }
-        Place::Unix { path, group } => {
+        ListenAddress::Unix { path, group } => {
             let listener = bind(path, *group)?;
             let at = format!("unix:{}", path.display());
             (Listener::Unix(listener), Served { at, name: Some((path.clone(), device_and_inode(path)?)) })
         }
     };
-    let check_host = matches!(place, Place::Loopback(_));
+    let check_host = matches!(address, ListenAddress::Loopback(_));
     let answer = Arc::new(answer);
     let open = Arc::new(AtomicUsize::new(0));
     thread::Builder::new().name(name.into()).spawn(move || {
@@ -630,13 +630,13 @@ mod tests {
 
     #[test]
     fn places_are_on_this_machine() {
-        assert!(matches!(Place::parse("127.0.0.1:0"), Ok(Place::Loopback(_))));
-        assert!(matches!(Place::parse("[::1]:0"), Ok(Place::Loopback(_))));
-        let unix = Place::parse("unix:/x/y,group=0").expect("a place");
-        assert_eq!(unix, Place::Unix { path: "/x/y".into(), group: Some(0) });
+        assert!(matches!(ListenAddress::parse("127.0.0.1:0"), Ok(ListenAddress::Loopback(_))));
+        assert!(matches!(ListenAddress::parse("[::1]:0"), Ok(ListenAddress::Loopback(_))));
+        let unix = ListenAddress::parse("unix:/x/y,group=0").expect("an address");
+        assert_eq!(unix, ListenAddress::Unix { path: "/x/y".into(), group: Some(0) });
         let long = format!("unix:/{}", "x".repeat(107));
         for bad in ["0.0.0.0:80", "192.0.2.1:80", "[::]:80", "9200", "unix:", "unix:/x,group=no such group", &long] {
-            let error = Place::parse(bad).expect_err(bad).to_string();
+            let error = ListenAddress::parse(bad).expect_err(bad).to_string();
             assert!(!error.contains('\n') && error.len() < 200, "{error}");
             assert!(!error.contains("SUN_LEN"), "{error}");
         }

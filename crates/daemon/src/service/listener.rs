@@ -24,7 +24,7 @@ const ACCEPT_PAUSE_MS: i32 = 50;
 const CONNECTIONS_MAX: u64 = 4096;
 
 /// Metrics or the page, by name, and where that is served.
-type Place = (&'static str, http::Served);
+type ServedName = (&'static str, http::Served);
 
 /// Listens and serves until the daemon is asked to stop.
 ///
@@ -53,7 +53,7 @@ pub fn run(daemon: &Arc<Daemon>) -> io::Result<()> {
 }
 
 /// Says on standard error where the daemon can be reached, in one write: other daemons may use the same terminal or journal.
-fn say_where(socket: &Path, served: &[Place]) {
+fn say_where(socket: &Path, served: &[ServedName]) {
     let mut text = format!("pagefold: daemon {} listens at {}\n", std::process::id(), socket.display());
     for (what, served) in served {
         text += &format!("pagefold: {what} at {}\n", served.at);
@@ -112,7 +112,7 @@ fn answer(daemon: &Daemon, socket: Fd) {
 
 /// Does everything that may fail between listening and accepting. Returns the monitor's thread, and what is served beside the
 /// socket.
-fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<Place>)> {
+fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<ServedName>)> {
     // Clients of a dead daemon wait for their pages; no new client is accepted before they are served again.
     adopt::adopt(&daemon.cold).map_err(|error| with_subject("the keeper", &error))?;
     let live = daemon.live.clone();

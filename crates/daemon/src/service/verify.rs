@@ -3,7 +3,7 @@
 use crate::service::daemon::Daemon;
 
 use crate::status::Verified;
-use pagefold_merge::page::State;
+use pagefold_merge::page::PageState;
 use pagefold_merge::{ClientId, Domain};
 use pagefold_os::pagemap::{ENTRY_BYTES, PageEntry};
 use pagefold_os::sync::lock;
@@ -189,7 +189,7 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
         for (id, addr, slot) in suspects {
             let what = loop {
                 let Some(Look::Wrong(what)) = comparer.look_at(&[(id, addr, slot)]).pop() else { break None };
-                if domain.page_state(id, addr) != State::Shared(slot) {
+                if domain.page_state(id, addr) != PageState::Shared(slot) {
                     break None;
                 }
                 if Instant::now() > end {

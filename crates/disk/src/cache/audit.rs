@@ -4,7 +4,7 @@ use super::Cache;
 use crate::frame_table::{BlockKey, FrameUse};
 use crate::frames::FrameIndex;
 use crate::geometry::CHUNK_BLOCKS;
-use crate::image::{Image, State};
+use crate::image::{BlockState, Image};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -78,14 +78,16 @@ impl Cache {
                     return Err(format!("block {at} of chunk {number} is still loading"));
                 }
                 let frame = match entries.state(at) {
-                    State::Absent | State::Zero => continue,
-                    State::Clean(frame) => frame,
-                    State::Dirty(frame) => {
+                    BlockState::Absent | BlockState::Zero => continue,
+                    BlockState::Clean(frame) => frame,
+                    BlockState::Dirty(frame) => {
                         dirty += 1;
                         dirty_frames.insert(frame);
                         frame
                     }
-                    State::Writeback(_) => return Err(format!("block {at} of chunk {number} is still in writeback")),
+                    BlockState::Writeback(_) => {
+                        return Err(format!("block {at} of chunk {number} is still in writeback"));
+                    }
                 };
                 let key = BlockKey { image: image.id, block: number * CHUNK_BLOCKS as u64 + at as u64 };
                 users.entry(frame).or_default().insert(key);
@@ -105,7 +107,9 @@ impl Cache {
             let Some(chunk) = image.existing_chunk(number) else { continue };
             let entries = chunk.entries.read();
             for at in 0..CHUNK_BLOCKS {
-                if let State::Clean(frame) | State::Dirty(frame) | State::Writeback(frame) = entries.state(at) {
+                if let BlockState::Clean(frame) | BlockState::Dirty(frame) | BlockState::Writeback(frame) =
+                    entries.state(at)
+                {
                     numbers.insert(number * CHUNK_BLOCKS as u64 + at as u64, frame.0);
                 }
             }

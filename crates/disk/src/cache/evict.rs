@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::frame_table::{BlockKey, FrameUse};
 use crate::frames::OwnedFrame;
 use crate::geometry::CHUNK_BLOCKS;
-use crate::image::{Image, State};
+use crate::image::{BlockState, Image};
 use crate::stats::add;
 use std::io;
 use std::sync::atomic::Ordering;
@@ -76,9 +76,9 @@ impl Cache {
                 let Some(chunk) = image.existing_chunk(key.block / CHUNK_BLOCKS as u64) else { continue };
                 let at = key.block as usize % CHUNK_BLOCKS;
                 let mut entries = chunk.entries.write();
-                if entries.state(at) == State::Clean(frame) {
+                if entries.state(at) == BlockState::Clean(frame) {
                     evicted = self.leave(frame, key);
-                    entries.set(at, State::Absent);
+                    entries.set(at, BlockState::Absent);
                 }
             }
             match evicted {

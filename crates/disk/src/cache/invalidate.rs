@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::frame_table::BlockKey;
 use crate::frames::OwnedFrame;
 use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS};
-use crate::image::{Entries, Image, State};
+use crate::image::{BlockState, Entries, Image};
 use crate::stats::add;
 use std::sync::atomic::Ordering;
 
@@ -35,7 +35,7 @@ impl Cache {
             let mut entries = chunk.entries.write();
             for at in 0..CHUNK_BLOCKS {
                 let block = first + at as u64;
-                let unwritten = matches!(entries.state(at), State::Dirty(_) | State::Writeback(_));
+                let unwritten = matches!(entries.state(at), BlockState::Dirty(_) | BlockState::Writeback(_));
                 if (from..to).contains(&block) && (dirty_too || !unwritten) {
                     self.drop_block(image, &mut entries, at, block, &mut freed);
                 }
@@ -52,17 +52,17 @@ impl Cache {
     fn drop_block(&self, image: &Image, entries: &mut Entries, at: usize, block: u64, freed: &mut Vec<OwnedFrame>) {
         let key = BlockKey { image: image.id, block };
         match entries.state(at) {
-            State::Absent => return,
-            State::Zero => {}
-            State::Clean(frame) => freed.extend(self.leave(frame, key)),
-            State::Dirty(frame) => {
+            BlockState::Absent => return,
+            BlockState::Zero => {}
+            BlockState::Clean(frame) => freed.extend(self.leave(frame, key)),
+            BlockState::Dirty(frame) => {
                 freed.push(self.disown(frame));
                 self.dirty_blocks.fetch_sub(1, Ordering::Relaxed);
                 image.dirty_blocks.fetch_sub(1, Ordering::Relaxed);
             }
-            State::Writeback(_) => unreachable!("a thread that drops unwritten blocks holds the flush lock"),
+            BlockState::Writeback(_) => unreachable!("a thread that drops unwritten blocks holds the flush lock"),
         }
-        entries.set(at, State::Absent);
+        entries.set(at, BlockState::Absent);
     }
 
     /// Drops the blocks beyond `size` and clears the last block's bytes there. `layout` and `flush` are locked.
@@ -75,7 +75,7 @@ impl Cache {
             let at = whole as usize % CHUNK_BLOCKS;
             if let Some(chunk) = image.existing_chunk(whole / CHUNK_BLOCKS as u64) {
                 let mut entries = chunk.entries.write();
-                if let State::Dirty(frame) = entries.state(at) {
+                if let BlockState::Dirty(frame) = entries.state(at) {
                     self.frames.zero(frame, inside..BLOCK_BYTES);
                 } else {
                     // It is loaded again from the disk, with zeros beyond the end.

@@ -11,7 +11,7 @@ use crate::fingerprint::Fingerprint;
 use crate::frame_table::BlockKey;
 use crate::frames::{FrameIndex, OwnedFrame};
 use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS};
-use crate::image::{Chunk, Entries, Image, State};
+use crate::image::{BlockState, Chunk, Entries, Image};
 use crate::stats::add;
 use std::io;
 use std::ops::Range;
@@ -88,7 +88,8 @@ impl Cache {
         let count = {
             let mut entries = chunk.entries.write();
             let limit = wanted.blocks.end.min(first + self.config.io_blocks_max());
-            let is_free = |entries: &Entries, at: usize| entries.state(at) == State::Absent && !entries.is_loading(at);
+            let is_free =
+                |entries: &Entries, at: usize| entries.state(at) == BlockState::Absent && !entries.is_loading(at);
             let count = (first..limit).take_while(|&at| is_free(&entries, at)).count();
             (first..first + count).for_each(|at| entries.set_loading(at, true));
             count
@@ -110,19 +111,19 @@ impl Cache {
                 entries.set_loading(at, false);
                 match block {
                     LoadedBlock::Missing => {}
-                    LoadedBlock::Zero => entries.set(at, State::Zero),
-                    LoadedBlock::Shared(frame) => entries.set(at, State::Clean(frame)),
+                    LoadedBlock::Zero => entries.set(at, BlockState::Zero),
+                    LoadedBlock::Shared(frame) => entries.set(at, BlockState::Clean(frame)),
                     LoadedBlock::New(frame, fingerprint) => match self.offer(frame.index(), fingerprint, load.key(n)) {
                         Offered::Kept => {
                             if is_read_ahead {
                                 self.table.mark_read_ahead(frame.index());
                             }
-                            entries.set(at, State::Clean(frame.index()));
+                            entries.set(at, BlockState::Clean(frame.index()));
                             fresh.push((frame.index(), fingerprint));
                         }
                         Offered::SharedWith(other) => {
                             add(&self.counters.shared_on_load, 1);
-                            entries.set(at, State::Clean(other));
+                            entries.set(at, BlockState::Clean(other));
                             spare.push(frame);
                         }
                     },

@@ -39,7 +39,7 @@ use crate::frame_table::{FrameTable, FreeFrames};
 use crate::frames::{FrameIndex, Frames, OwnedFrame};
 use crate::image::Image;
 use crate::policy::Queues;
-use crate::stats::Counters;
+use crate::stats::CacheCounters;
 use parking_lot::{Condvar, Mutex, RwLock};
 use std::io;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ pub struct Cache {
     hasher: Hasher,
     images: RwLock<Vec<Option<Arc<Image>>>>,
     dirty_blocks: AtomicUsize,
-    counters: Counters,
+    counters: CacheCounters,
     flush_requested: Mutex<bool>,
     flush_signal: Condvar,
     merging: bool,
@@ -87,7 +87,7 @@ impl Cache {
             hasher: Hasher::new(&config.key),
             images: RwLock::default(),
             dirty_blocks: AtomicUsize::new(0),
-            counters: Counters::default(),
+            counters: CacheCounters::default(),
             flush_requested: Mutex::new(false),
             flush_signal: Condvar::new(),
             merging,

@@ -8,7 +8,7 @@ use super::load::{ChunkBlocks, ReaderBuffer};
 use crate::error::Error;
 use crate::frames::{FrameIndex, OwnedFrame};
 use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS, CHUNK_BYTES};
-use crate::image::{Image, State};
+use crate::image::{BlockState, Image};
 use crate::stats::add;
 use std::sync::atomic::Ordering;
 
@@ -101,9 +101,9 @@ impl Cache {
                     }
                     let part = (BLOCK_BYTES - skip).min(buffer.len() - done);
                     match entries.state(at) {
-                        State::Absent => break (at, skip),
-                        State::Zero => buffer[done..done + part].fill(0),
-                        State::Clean(frame) | State::Dirty(frame) | State::Writeback(frame) => {
+                        BlockState::Absent => break (at, skip),
+                        BlockState::Zero => buffer[done..done + part].fill(0),
+                        BlockState::Clean(frame) | BlockState::Dirty(frame) | BlockState::Writeback(frame) => {
                             if done + part < buffer.len()
                                 && at + 1 < CHUNK_BLOCKS
                                 && let Some(next) = entries.state(at + 1).frame()
@@ -144,7 +144,7 @@ impl Cache {
             let entries = chunk.entries.read();
             let first = at as usize % CHUNK_BLOCKS;
             let last = CHUNK_BLOCKS.min(first + (blocks.end - at) as usize);
-            if (first..last).any(|n| entries.state(n) == State::Absent && !entries.is_loading(n)) {
+            if (first..last).any(|n| entries.state(n) == BlockState::Absent && !entries.is_loading(n)) {
                 return true;
             }
             at += (last - first) as u64;
@@ -165,7 +165,7 @@ impl Cache {
             let limit = ((end - base).div_ceil(BLOCK_BYTES as u64) as usize).min(CHUNK_BLOCKS);
             let absent = {
                 let entries = chunk.entries.read();
-                (first..limit).find(|&n| entries.state(n) == State::Absent && !entries.is_loading(n))
+                (first..limit).find(|&n| entries.state(n) == BlockState::Absent && !entries.is_loading(n))
             };
             let Some(first) = absent else {
                 at = base + CHUNK_BYTES;

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::frame_table::{BlockKey, FrameUse, Sharers};
 use crate::frames::OwnedFrame;
 use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS, CHUNK_BYTES, FILE_BYTES_MAX};
-use crate::image::{Entries, Image, State};
+use crate::image::{BlockState, Entries, Image};
 use crate::stats::add;
 use std::sync::atomic::Ordering;
 
@@ -112,7 +112,7 @@ impl Cache {
                 chunk.wait_loaded(at);
                 continue;
             }
-            let missing = |at: &usize| partial(*at) && on_disk(*at) && entries.state(*at) == State::Absent;
+            let missing = |at: &usize| partial(*at) && on_disk(*at) && entries.state(*at) == BlockState::Absent;
             let edge = [blocks.start, blocks.end - 1].into_iter().find(missing);
             if let Some(at) = edge {
                 drop(entries);
@@ -161,19 +161,19 @@ impl Cache {
         let whole = piece.len() == BLOCK_BYTES;
         let mut fresh = || spare.pop().expect("as many frames as blocks were allocated");
         let frame = match entries.state(at) {
-            State::Dirty(frame) => {
+            BlockState::Dirty(frame) => {
                 self.frames.copy_in(frame, skip, piece);
                 self.table.touch(frame);
                 return;
             }
-            State::Absent | State::Zero => {
+            BlockState::Absent | BlockState::Zero => {
                 let frame = fresh();
                 if !whole {
                     self.frames.zero(frame.index(), 0..BLOCK_BYTES);
                 }
                 frame
             }
-            State::Clean(shared) => {
+            BlockState::Clean(shared) => {
                 let copy = || {
                     let frame = fresh();
                     if !whole {
@@ -185,7 +185,7 @@ impl Cache {
                 // A frame that no other block shares leaves the index and is written in place.
                 self.leave_or(shared, key, copy).unwrap_or_else(|copy| copy)
             }
-            State::Writeback(writing) => {
+            BlockState::Writeback(writing) => {
                 // The frame in writeback is not changed; the flusher finds it replaced and frees it.
                 let frame = fresh();
                 if !whole {
@@ -202,7 +202,7 @@ impl Cache {
             state.sharers = Sharers::One(key);
         }
         self.table.set_touches(frame.index(), 0);
-        entries.set(at, State::Dirty(frame.index()));
+        entries.set(at, BlockState::Dirty(frame.index()));
         self.dirty_blocks.fetch_add(1, Ordering::Relaxed);
         image.dirty_blocks.fetch_add(1, Ordering::Relaxed);
     }

@@ -7,7 +7,7 @@ use crate::fingerprint::Fingerprint;
 use crate::frame_table::BlockKey;
 use crate::frames::FrameIndex;
 use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS};
-use crate::image::{Image, State};
+use crate::image::{BlockState, Image};
 use crate::stats::add;
 use std::io;
 use std::ops::Range;
@@ -166,10 +166,10 @@ impl Cache {
             let mut entries = chunk.entries.write();
             for at in 0..CHUNK_BLOCKS {
                 let block = number * chunk_blocks + at as u64;
-                if let State::Dirty(frame) = entries.state(at)
+                if let BlockState::Dirty(frame) = entries.state(at)
                     && range.contains(&block)
                 {
-                    entries.set(at, State::Writeback(frame));
+                    entries.set(at, BlockState::Writeback(frame));
                     batch.push(InFlight { block, frame });
                 }
             }
@@ -239,21 +239,21 @@ impl Cache {
         let mut freed = None;
         {
             let mut entries = chunk.entries.write();
-            if entries.state(at) != State::Writeback(written.frame) {
+            if entries.state(at) != BlockState::Writeback(written.frame) {
                 // Written again since: the newer content is in another frame.
                 freed = Some(self.disown(written.frame));
             } else if fingerprint == Fingerprint::ZERO_BLOCK {
-                entries.set(at, State::Zero);
+                entries.set(at, BlockState::Zero);
                 freed = Some(self.disown(written.frame));
             } else {
                 match self.offer(written.frame, fingerprint, key) {
                     Offered::Kept => {
-                        entries.set(at, State::Clean(written.frame));
+                        entries.set(at, BlockState::Clean(written.frame));
                         fresh.push((written.frame, fingerprint));
                     }
                     Offered::SharedWith(other) => {
                         add(&self.counters.shared_after_writeback, 1);
-                        entries.set(at, State::Clean(other));
+                        entries.set(at, BlockState::Clean(other));
                         freed = Some(self.disown(written.frame));
                     }
                 }
@@ -273,8 +273,8 @@ impl Cache {
         let chunk = image.chunk(number);
         let at = refused.block as usize % CHUNK_BLOCKS;
         let mut entries = chunk.entries.write();
-        if entries.state(at) == State::Writeback(refused.frame) {
-            entries.set(at, State::Dirty(refused.frame));
+        if entries.state(at) == BlockState::Writeback(refused.frame) {
+            entries.set(at, BlockState::Dirty(refused.frame));
             image.dirty_chunks.lock().insert(number);
         } else {
             drop(entries);

@@ -5,7 +5,7 @@ use crate::bucket::SLOTS;
 #[cfg(any(debug_assertions, pagefold_stress))]
 use crate::fault;
 use crate::overflow_record::OverflowRecord;
-use crate::table::{Homes, Place, Spot};
+use crate::table::{EntryPosition, Homes, Spot};
 
 /// A shared store of this test's own; its file is removed when the test ends, also if it fails.
 struct Shared {
@@ -124,7 +124,7 @@ fn a_long_value_stays_while_it_is_copied() {
 const SHARD: usize = 7;
 
 #[cfg(any(debug_assertions, pagefold_stress))]
-fn entries(store: &Store) -> Vec<(Place, u64)> {
+fn entries(store: &Store) -> Vec<(EntryPosition, u64)> {
     let mut entries = Vec::new();
     store.table.each_in(SHARD, |place, remainder| entries.push((place, remainder)));
     entries
@@ -170,7 +170,7 @@ fn recoverers_may_be_killed_too() {
     let prepare = || {
         let (shared, counts) = filled("recoverers", 400, |_| vec![1; 100]);
         let store = &shared.store;
-        let away = |&(place, remainder): &(Place, u64)| {
+        let away = |&(place, remainder): &(EntryPosition, u64)| {
             let homes = homes_of(store, remainder);
             place.bucket != homes.first && counts[place.bucket] == SLOTS && counts[homes.first] < SLOTS
         };

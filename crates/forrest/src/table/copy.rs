@@ -7,7 +7,7 @@
 //! it writes; the headers are written once, at the end.
 
 use super::{Dir, Homes, Table};
-use crate::bucket::{Bucket, Kind, Mark, SLOTS};
+use crate::bucket::{Bucket, Mark, SLOTS, SlotKind};
 use std::hint::select_unpredictable;
 use std::sync::atomic::Ordering;
 
@@ -33,7 +33,7 @@ impl Batch {
     }
 
     /// The entry `at` of the batch.
-    fn entry(&self, at: usize) -> (Kind, u64, u64) {
+    fn entry(&self, at: usize) -> (SlotKind, u64, u64) {
         let (low, high) = (u64::from(self.low[at]), u64::from(self.high[at]));
         let mark = Mark((high >> 16) as u8);
         (mark.kind(), u64::from(mark.0 & 15) << 48 | (high & 0xffff) << 32 | low, self.words[at])
@@ -46,7 +46,7 @@ struct Filling<'t> {
     /// How many entries each bucket has.
     counts: Vec<u8>,
     /// Entries that found both home buckets full.
-    overflow: Vec<(Kind, u64, u64)>,
+    overflow: Vec<(SlotKind, u64, u64)>,
 }
 
 impl Table {
@@ -209,7 +209,7 @@ mod tests {
             for (index, (bucket, &used)) in from.iter().zip(&used).enumerate() {
                 for slot in 0..SLOTS {
                     let (remainder, kind, word) = entries[index * SLOTS + slot];
-                    bucket.fill(slot, Kind(kind), remainder, word);
+                    bucket.fill(slot, SlotKind(kind), remainder, word);
                 }
                 bucket.head.store(0x1234_5600 | u64::from(used), Ordering::Relaxed);
             }

@@ -1,7 +1,7 @@
 //! Displacement: finds a free slot in a home bucket, and makes one by moving other entries (cuckoo hashing).
 
 use super::write::FreeSlot;
-use super::{Dir, Homes, Place, Table};
+use super::{Dir, EntryPosition, Homes, Table};
 use crate::bucket::SLOTS;
 use llds::arena::fault::point;
 use std::sync::atomic::{Ordering, fence};
@@ -9,7 +9,7 @@ use std::sync::atomic::{Ordering, fence};
 impl Table {
     /// A free slot for an entry in its home buckets; in `place`'s own bucket if that has one.
     #[inline]
-    pub(super) fn free_slot_for(&self, dir: Dir, homes: Homes, place: Option<Place>) -> Option<FreeSlot> {
+    pub(super) fn free_slot_for(&self, dir: Dir, homes: Homes, place: Option<EntryPosition>) -> Option<FreeSlot> {
         if dir.buckets() == 0 {
             return None;
         }

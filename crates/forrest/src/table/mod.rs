@@ -37,7 +37,7 @@ pub use home_buckets::Homes;
 pub use read::{Lookup, Probe, Sink};
 pub use write::Change;
 
-use crate::bucket::{BUCKET_BYTES, Bucket, Kind, REMAINDER_BITS, SLOTS};
+use crate::bucket::{BUCKET_BYTES, Bucket, REMAINDER_BITS, SLOTS, SlotKind};
 use crate::hash::Hasher;
 use crate::overflow_record::OverflowRecord;
 use crate::wide;
@@ -95,10 +95,10 @@ impl Dir {
 
 /// The position of an entry, found under its shard's lock.
 #[derive(Clone, Copy)]
-pub struct Place {
+pub struct EntryPosition {
     pub bucket: usize,
     pub slot: usize,
-    pub kind: Kind,
+    pub kind: SlotKind,
     pub word: u64,
 }
 
@@ -192,20 +192,23 @@ impl Table {
     }
 
     /// Calls `visit` with the entries of a shard, in no order, under its lock.
-    pub fn each_in(&self, shard: usize, mut visit: impl FnMut(Place, u64)) {
+    pub fn each_in(&self, shard: usize, mut visit: impl FnMut(EntryPosition, u64)) {
         let dir = self.dir(shard, Ordering::Relaxed);
         for index in 0..dir.buckets() {
             let bucket = self.bucket(dir, index);
             let head = bucket.head(Ordering::Relaxed);
             for slot in (0..SLOTS).filter(|slot| head.used() >> slot & 1 == 1) {
                 let word = bucket.words[slot].load(Ordering::Relaxed);
-                visit(Place { bucket: index, slot, kind: bucket.mark(slot).kind(), word }, bucket.remainder(slot));
+                visit(
+                    EntryPosition { bucket: index, slot, kind: bucket.mark(slot).kind(), word },
+                    bucket.remainder(slot),
+                );
             }
         }
     }
 
     /// The key of an entry.
-    pub fn key_of(&self, shard: usize, place: Place, remainder: u64, out: &mut Vec<u8>) {
+    pub fn key_of(&self, shard: usize, place: EntryPosition, remainder: u64, out: &mut Vec<u8>) {
         if place.kind.is_record() {
             if let Some(record) = OverflowRecord::at(&self.arena, place.word) {
                 record.copy_key(out);

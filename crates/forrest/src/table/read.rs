@@ -7,7 +7,7 @@
 //! decide goes to [`Table::read`].
 use super::bucket_pair::{BucketPair, SeenPair, prefetch_values};
 use super::{Dir, Spot, Table};
-use crate::bucket::{Head, Kind, Mark, SLOTS};
+use crate::bucket::{Head, Mark, SLOTS, SlotKind};
 use crate::overflow_record::OverflowRecord;
 use llds::arena::ThreadRef;
 use llds::prefetch;
@@ -96,7 +96,7 @@ impl Table {
         // Acquire, as in `read_as`: pairs with the release fence before a writer fills a slot.
         fence(Ordering::Acquire);
         let unchanged = bucket.head(Ordering::Relaxed) == head && self.dir(spot.shard, Ordering::Relaxed) == dir;
-        if mark == Mark::new(Kind::inline(8), spot.remainder) && unchanged {
+        if mark == Mark::new(SlotKind::inline(8), spot.remainder) && unchanged {
             return Probe::Inline(value.to_ne_bytes(), 8);
         }
         Table::probe_rare(spot, mark, value, unchanged)
@@ -190,17 +190,17 @@ impl Table {
     /// Passes the value of `key`, with first hash `hash`, to `sink`. Returns false if there is none.
     #[inline]
     pub fn read(&self, key: &[u8], hash: u64, sink: &mut impl Sink) -> bool {
-        let (found, flooded) = self.read_as(key, Spot::of(hash), Kind::RECORD, sink);
+        let (found, flooded) = self.read_as(key, Spot::of(hash), SlotKind::RECORD, sink);
         found || (flooded && self.read_second(key, sink))
     }
 
     #[cold]
     fn read_second(&self, key: &[u8], sink: &mut impl Sink) -> bool {
-        self.read_as(key, Spot::of(self.hasher.second(key)), Kind::SECOND, sink).0
+        self.read_as(key, Spot::of(self.hasher.second(key)), SlotKind::SECOND, sink).0
     }
 
     #[inline]
-    fn read_as<S: Sink>(&self, key: &[u8], spot: Spot, record_kind: Kind, sink: &mut S) -> (bool, bool) {
+    fn read_as<S: Sink>(&self, key: &[u8], spot: Spot, record_kind: SlotKind, sink: &mut S) -> (bool, bool) {
         let word = self.dir_word(spot.shard);
         let mut was_late = false;
         'again: loop {
@@ -226,7 +226,7 @@ impl Table {
                 // Acquire: a record that replaces another is linked by the release store of this word alone (`put`).
                 let value = bucket.words[slot].load(Ordering::Acquire);
                 if let Some(length) = mark.kind().inline_length() {
-                    if key.len() != 8 || record_kind == Kind::SECOND {
+                    if key.len() != 8 || record_kind == SlotKind::SECOND {
                         continue;
                     }
                     if !unchanged() {

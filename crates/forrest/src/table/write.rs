@@ -8,8 +8,8 @@
 
 use super::bucket_pair::{BucketPair, SeenPair, prefetch_pair, prefetch_values};
 use super::grow::is_sparse;
-use super::{Dir, FLOODED, GENERATION, Homes, Place, Spot, Table};
-use crate::bucket::{Kind, Mark, SLOTS};
+use super::{Dir, EntryPosition, FLOODED, GENERATION, Homes, Spot, Table};
+use crate::bucket::{Mark, SLOTS, SlotKind};
 use crate::error::Error;
 use crate::overflow_record::{self, OverflowRecord};
 use crate::{KEY_BYTES_MAX, VALUE_BYTES_MAX};
@@ -82,7 +82,7 @@ impl Table {
     /// Sets the entry of a key of 8 bytes to a value in a slot: what [`Table::modify`] does, if it takes few steps.
     /// Otherwise returns `None`, with nothing changed. `prefetched` says that the needed lines were prefetched.
     #[inline]
-    pub fn set_word(&self, hash: u64, kind: Kind, word: u64, prefetched: bool) -> Option<bool> {
+    pub fn set_word(&self, hash: u64, kind: SlotKind, word: u64, prefetched: bool) -> Option<bool> {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.shard, Ordering::Relaxed);
         let pair = self.pair(dir, spot.remainder);
@@ -118,7 +118,7 @@ impl Table {
     /// Continues [`Table::set_word`] if both home buckets are full, under the lock.
     #[cold]
     #[inline(never)]
-    fn set_displacing(&self, hash: u64, dir: Dir, kind: Kind, word: u64) -> Option<bool> {
+    fn set_displacing(&self, hash: u64, dir: Dir, kind: SlotKind, word: u64) -> Option<bool> {
         let spot = Spot::of(hash);
         let count = self.count(spot.shard);
         let Some(free) = self.displace(dir, Homes::of(spot.remainder, dir.buckets())) else {
@@ -194,12 +194,12 @@ impl Table {
         let thread = self.thread()?;
         let held = self.lock(&thread, spot.shard);
         let dir = self.dir(spot.shard, Ordering::Relaxed);
-        let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
+        let (place, same) = self.find(dir, key, spot.remainder, SlotKind::RECORD);
         if place.is_none() && key.len() != 8 && (dir.flooded() || same >= SAME_HASH_MAX) {
             drop(held);
             return self.modify_flooded(&thread, key, spot, decide);
         }
-        let grown = self.apply(&thread, spot, Kind::RECORD, key, place, decide)?;
+        let grown = self.apply(&thread, spot, SlotKind::RECORD, key, place, decide)?;
         drop(held);
         if let Some(count) = grown {
             self.inserted(hash, count);
@@ -221,15 +221,15 @@ impl Table {
         let low = self.lock(thread, spot.shard.min(second.shard));
         let high = (spot.shard != second.shard).then(|| self.lock(thread, spot.shard.max(second.shard)));
         let dir = self.dir(spot.shard, Ordering::Relaxed);
-        let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
+        let (place, same) = self.find(dir, key, spot.remainder, SlotKind::RECORD);
         let existed = if place.is_some() {
-            self.apply(thread, spot, Kind::RECORD, key, place, decide)?;
+            self.apply(thread, spot, SlotKind::RECORD, key, place, decide)?;
             true
         } else {
             let other = self.dir(second.shard, Ordering::Relaxed);
-            let (place, _) = self.find(other, key, second.remainder, Kind::SECOND);
+            let (place, _) = self.find(other, key, second.remainder, SlotKind::SECOND);
             if place.is_none() && same < SAME_HASH_MAX {
-                self.apply(thread, spot, Kind::RECORD, key, None, decide)?;
+                self.apply(thread, spot, SlotKind::RECORD, key, None, decide)?;
                 false
             } else {
                 if !dir.flooded() {
@@ -238,7 +238,7 @@ impl Table {
                     self.dir_word(spot.shard).store(flooded, Ordering::Release);
                     point();
                 }
-                self.apply(thread, second, Kind::SECOND, key, place, decide)?;
+                self.apply(thread, second, SlotKind::SECOND, key, place, decide)?;
                 place.is_some()
             }
         };
@@ -249,7 +249,7 @@ impl Table {
 
     /// Finds the entry of `key` under the shard's lock; also how many other keys have its hash.
     #[inline]
-    fn find(&self, dir: Dir, key: &[u8], remainder: u64, record_kind: Kind) -> (Option<Place>, usize) {
+    fn find(&self, dir: Dir, key: &[u8], remainder: u64, record_kind: SlotKind) -> (Option<EntryPosition>, usize) {
         let buckets = dir.buckets();
         if buckets == 0 {
             return (None, 0);
@@ -275,10 +275,10 @@ impl Table {
                 same += usize::from(!found && kind == record_kind);
                 found
             } else {
-                key.len() == 8 && record_kind == Kind::RECORD
+                key.len() == 8 && record_kind == SlotKind::RECORD
             };
             if found {
-                return (Some(Place { bucket: index, slot, kind, word }), same);
+                return (Some(EntryPosition { bucket: index, slot, kind, word }), same);
             }
         }
         (None, same)
@@ -290,9 +290,9 @@ impl Table {
         &self,
         thread: &ThreadRef<'_>,
         spot: Spot,
-        record_kind: Kind,
+        record_kind: SlotKind,
         key: &[u8],
-        place: Option<Place>,
+        place: Option<EntryPosition>,
         decide: impl FnOnce(Option<&[u8]>) -> Result<Change<'v>, Error>,
     ) -> Result<Option<u64>, Error> {
         let inline;
@@ -340,13 +340,13 @@ impl Table {
         &self,
         thread: &ThreadRef<'_>,
         spot: Spot,
-        record_kind: Kind,
+        record_kind: SlotKind,
         key: &[u8],
-        mut place: Option<Place>,
+        mut place: Option<EntryPosition>,
         value: &[u8],
     ) -> Result<(), Error> {
-        let fits = key.len() == 8 && value.len() <= 8 && record_kind == Kind::RECORD;
-        let kind = if fits { Kind::inline(value.len()) } else { record_kind };
+        let fits = key.len() == 8 && value.len() <= 8 && record_kind == SlotKind::RECORD;
+        let kind = if fits { SlotKind::inline(value.len()) } else { record_kind };
         let mut bytes = [0; 8];
         if fits {
             bytes[..value.len()].copy_from_slice(value);
@@ -433,7 +433,7 @@ impl Table {
     }
 
     /// Removes an entry under the shard's lock.
-    pub fn delete(&self, thread: &ThreadRef<'_>, shard: usize, place: Place) {
+    pub fn delete(&self, thread: &ThreadRef<'_>, shard: usize, place: EntryPosition) {
         let dir = self.dir(shard, Ordering::Relaxed);
         let bucket = self.bucket(dir, place.bucket);
         let record = place.kind.is_record();

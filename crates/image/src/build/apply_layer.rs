@@ -7,9 +7,9 @@ use super::omissions::{Omissions, WHITEOUT, clean_xattrs, is_whiteout};
 use crate::config::{Limits, Used};
 use crate::error::{Error, Result, input};
 use crate::format::erofs;
-use crate::format::tar::{Acls, Entry, EntryKind, Reader};
+use crate::format::tar::{Acls, ArchiveEntry, EntryKind, Reader};
 use crate::progress::Progress;
-use crate::tree::{Id, Inode, Kind, Meta, ROOT, Tree, show, split};
+use crate::tree::{FileKind, Id, Inode, Meta, ROOT, Tree, show, split};
 use std::collections::{BTreeMap, HashSet};
 use std::io::Read;
 use std::path::Path;
@@ -29,7 +29,7 @@ struct Layer {
 impl Layer {
     /// Removes from `dir`, at any depth, what lower layers brought.
     fn clear(&mut self, tree: &mut Tree, dir: Id) {
-        let is_dir = |tree: &Tree, id| matches!(tree.inode(id).kind, Kind::Dir(_));
+        let is_dir = |tree: &Tree, id| matches!(tree.inode(id).kind, FileKind::Dir(_));
         // Each directory is walked once, however often the archive names it.
         let mut is_new = |tree: &Tree, id| is_dir(tree, id) && self.cleared.insert(id);
         if !is_new(tree, dir) {
@@ -131,7 +131,7 @@ fn check_rest(mut rest: impl Read) -> Result<()> {
 
 impl<R: Read> Apply<'_, '_, R> {
     /// Applies one entry.
-    fn entry(&mut self, mut entry: Entry) -> Result<()> {
+    fn entry(&mut self, mut entry: ArchiveEntry) -> Result<()> {
         if entry.has_foreign_acl {
             self.omissions.add("NFSv4 access control lists, which Linux does not have, were left out", &entry.path);
         }
@@ -184,7 +184,7 @@ impl<R: Read> Apply<'_, '_, R> {
         let mut dir = ROOT;
         for part in parts {
             let Some(id) = self.tree.child(dir, part) else { return Ok(false) };
-            if matches!(self.tree.inode(id).kind, Kind::Symlink(_)) {
+            if matches!(self.tree.inode(id).kind, FileKind::Symlink(_)) {
                 return Ok(self.layer.fresh.contains(&(dir, part.to_vec())));
             }
             dir = id;
@@ -193,11 +193,11 @@ impl<R: Read> Apply<'_, '_, R> {
     }
 
     /// Gives the root the entry's metadata.
-    fn root(&mut self, entry: Entry) -> Result<()> {
+    fn root(&mut self, entry: ArchiveEntry) -> Result<()> {
         if entry.kind != EntryKind::Dir {
             return Err(input!("{:?}: the root of the tree must be a directory", show(&entry.path)));
         }
-        let (meta, waiting) = self.meta(Entry { path: b"/".to_vec(), ..entry });
+        let (meta, waiting) = self.meta(ArchiveEntry { path: b"/".to_vec(), ..entry });
         self.tree.inode_mut(ROOT).meta = meta;
         self.unresolved.set(ROOT, b"/", waiting);
         Ok(())
@@ -228,17 +228,17 @@ impl<R: Read> Apply<'_, '_, R> {
     }
 
     /// What the entry is; a file's bytes go into the store.
-    fn kind(&mut self, entry: &Entry) -> Result<Kind> {
+    fn kind(&mut self, entry: &ArchiveEntry) -> Result<FileKind> {
         let kind = match &entry.kind {
             EntryKind::File(size) => self.file(&entry.path, *size)?,
             EntryKind::HardLink(_) => unreachable!("hard links are other names, not inodes"),
-            EntryKind::Symlink(target) => Kind::Symlink(target.as_slice().into()),
-            EntryKind::Char(major, minor) => Kind::Char(*major, *minor),
-            EntryKind::Block(major, minor) => Kind::Block(*major, *minor),
-            EntryKind::Dir => Kind::Dir(BTreeMap::new()),
-            EntryKind::Fifo => Kind::Fifo,
+            EntryKind::Symlink(target) => FileKind::Symlink(target.as_slice().into()),
+            EntryKind::Char(major, minor) => FileKind::Char(*major, *minor),
+            EntryKind::Block(major, minor) => FileKind::Block(*major, *minor),
+            EntryKind::Dir => FileKind::Dir(BTreeMap::new()),
+            EntryKind::Fifo => FileKind::Fifo,
         };
-        if let Kind::Char(major, minor) | Kind::Block(major, minor) = kind
+        if let FileKind::Char(major, minor) | FileKind::Block(major, minor) = kind
             && (major > 0xfff || minor > 0xf_ffff)
         {
             return Err(input!("tar: {}: device {major}:{minor} is out of range", show(&entry.path)));
@@ -247,7 +247,7 @@ impl<R: Read> Apply<'_, '_, R> {
     }
 
     /// Stores the bytes of the entry last read.
-    fn file(&mut self, path: &[u8], size: u64) -> Result<Kind> {
+    fn file(&mut self, path: &[u8], size: u64) -> Result<FileKind> {
         let path = show(path);
         erofs::check_size(size, || format!("tar: {path}"))?;
         let progress = self.progress;
@@ -261,12 +261,12 @@ impl<R: Read> Apply<'_, '_, R> {
             return Err(input!("tar: {path}: {} bytes of {size}", data.size()));
         }
         progress.add(0, true);
-        Ok(Kind::File(data))
+        Ok(FileKind::File(data))
     }
 
     /// The entry's metadata, with the attributes that an image can carry, and the access control lists that wait for numbers.
-    fn meta(&mut self, entry: Entry) -> (Meta, Option<Acls>) {
-        let Entry { path, mut meta, kind, acls, .. } = entry;
+    fn meta(&mut self, entry: ArchiveEntry) -> (Meta, Option<Acls>) {
+        let ArchiveEntry { path, mut meta, kind, acls, .. } = entry;
         if matches!(kind, EntryKind::Symlink(_)) {
             // Linux has no other mode for symbolic links; what an archive says of it is lost on unpacking.
             meta.mode = 0o777;
@@ -284,7 +284,7 @@ mod tests {
     #[test]
     fn clearing_goes_as_deep_as_any_tree() {
         let mut tree = Tree::default();
-        let dir = || Inode { meta: Meta::default(), kind: Kind::Dir(BTreeMap::new()) };
+        let dir = || Inode { meta: Meta::default(), kind: FileKind::Dir(BTreeMap::new()) };
         let (mut here, mut kept) = (ROOT, ROOT);
         for depth in 0..300_000 {
             let id = tree.add(dir());
@@ -294,7 +294,7 @@ mod tests {
                 kept = id;
             }
         }
-        let file = tree.add(Inode { meta: Meta::default(), kind: Kind::Fifo });
+        let file = tree.add(Inode { meta: Meta::default(), kind: FileKind::Fifo });
         tree.link(kept, b"new", file).unwrap();
         let mut layer = Layer { fresh: HashSet::from([(kept, b"new".to_vec())]), ..Layer::default() };
         layer.clear(&mut tree, ROOT);
@@ -307,8 +307,8 @@ mod tests {
     fn a_directory_is_cleared_once_however_often_its_layer_says_so() {
         let (mut tree, mut layer) = (Tree::default(), Layer::default());
         let (dir, file) = (
-            || Inode { meta: Meta::default(), kind: Kind::Dir(BTreeMap::new()) },
-            || Inode { meta: Meta::default(), kind: Kind::Fifo },
+            || Inode { meta: Meta::default(), kind: FileKind::Dir(BTreeMap::new()) },
+            || Inode { meta: Meta::default(), kind: FileKind::Fifo },
         );
         let mut place = ROOT;
         for _ in 0..10 {

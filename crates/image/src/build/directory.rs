@@ -9,13 +9,13 @@
 use super::Build;
 use super::omissions::{Omissions, clean_xattrs};
 use super::read_files::{ReadFile, read_files, read_replaced};
-use super::source::{Source, file_state, meta};
+use super::source::{SourceDirectory, file_state, meta};
 use super::walk::{FoundFile, Options, Walked, walk};
 use crate::digest::Digest;
 use crate::error::{At, Result};
 use crate::progress::Progress;
 use crate::store::{StatCache, StatEntry};
-use crate::tree::{Data, INLINE_MAX, Inode, Kind, Tree};
+use crate::tree::{Data, FileKind, INLINE_MAX, Inode, Tree};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::os::unix::ffi::OsStrExt;
@@ -34,7 +34,7 @@ pub fn from_directory(
     omissions: &mut Omissions,
     progress: &Progress,
 ) -> Result<Tree> {
-    let source = Source::open(root)?;
+    let source = SourceDirectory::open(root)?;
     let Walked { mut tree, files, bytes } = walk(&source, build.store().root(), options, omissions)?;
     #[cfg(test)]
     AFTER_WALK.with_borrow(|hook| hook.iter().for_each(|hook| hook()));
@@ -73,7 +73,7 @@ struct Volumes {
 }
 
 /// Identifies the file system of each file, by the first file of it that is still there.
-fn identify_volumes(source: &Source, files: Vec<FoundFile>) -> Result<Volumes> {
+fn identify_volumes(source: &SourceDirectory, files: Vec<FoundFile>) -> Result<Volumes> {
     let mut volumes = Volumes { present: Vec::with_capacity(files.len()), gone: Vec::new(), ids: HashMap::new() };
     for file in files {
         if let Entry::Vacant(new) = volumes.ids.entry(file.device) {
@@ -109,7 +109,7 @@ fn take_unchanged(
         build.stats().files_unchanged.fetch_add(1, Ordering::Relaxed);
         progress.add(size, true);
         remembered.push((key(file), (file.state, digest)));
-        tree.inode_mut(file.id).kind = Kind::File(Data::Object(digest, size));
+        tree.inode_mut(file.id).kind = FileKind::File(Data::Object(digest, size));
         false
     });
     Ok(files)
@@ -125,7 +125,7 @@ fn fill_in(tree: &mut Tree, file: &FoundFile, read: ReadFile, omissions: &mut Om
         }
         None => std::mem::take(&mut inode.meta.xattrs),
     };
-    *inode = Inode { meta: meta(&read.stat, xattrs), kind: Kind::File(read.data) };
+    *inode = Inode { meta: meta(&read.stat, xattrs), kind: FileKind::File(read.data) };
 }
 
 #[cfg(test)]
@@ -198,7 +198,7 @@ mod tests {
             ("z", new(3)),
         ] {
             let id = tree.find(name.as_bytes()).unwrap();
-            let Kind::File(Data::Object(found, _)) = tree.inode(id).kind else { panic!("{name}") };
+            let FileKind::File(Data::Object(found, _)) = tree.inode(id).kind else { panic!("{name}") };
             assert_eq!(found, digest, "{name}");
         }
         for (name, mode) in [("a", 0o600), ("z", 0o751)] {
@@ -239,7 +239,7 @@ mod tests {
             let id = tree.find(name.as_bytes()).unwrap();
             let inode = tree.inode(id);
             let digest = Digest::of(&vec![byte; if byte == 2 { 3000 } else { 1000 }]);
-            assert!(matches!(inode.kind, Kind::File(Data::Object(found, _)) if found == digest), "{name}");
+            assert!(matches!(inode.kind, FileKind::File(Data::Object(found, _)) if found == digest), "{name}");
             if byte == 2 {
                 assert_eq!((inode.meta.mode, inode.meta.mtime_s), (mode, 1_000_000), "{name}");
                 assert_eq!(inode.meta.xattrs, has(), "{name}");

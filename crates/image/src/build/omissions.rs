@@ -1,7 +1,7 @@
 //! What an image cannot carry, and what was left out of one.
 
 use crate::format::{acl, erofs};
-use crate::tree::{self, Kind, Xattrs, show};
+use crate::tree::{self, FileKind, Xattrs, show};
 use std::collections::BTreeMap;
 
 /// What was left out of an image, counted by reason.
@@ -50,8 +50,8 @@ pub(super) fn clean_xattrs(xattrs: &mut Xattrs, path: &[u8], omissions: &mut Omi
 pub(super) const WHITEOUT: &str = "character devices 0:0, overlayfs's mark of a deleted file, were left out";
 
 /// Returns true if overlayfs would take the file for its own mark of a deleted name.
-pub(super) fn is_whiteout(kind: &Kind) -> bool {
-    matches!(kind, Kind::Char(0, 0))
+pub(super) fn is_whiteout(kind: &FileKind) -> bool {
+    matches!(kind, FileKind::Char(0, 0))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use crate::digest::Digest;
 use crate::error::{At, Result};
 use crate::link_farm;
 use crate::run_config::RunConfig;
-use crate::store::{BuildStats, Record, Staging, Store};
+use crate::store::{BuildStats, ImageRecord, Staging, Store};
 use crate::tree::{Data, Tree};
 use rustix::fs::Stat;
 use std::fs::File;
@@ -118,7 +118,7 @@ impl<'a> Build<'a> {
         source: &str,
         config: RunConfig,
         notes: Vec<String>,
-    ) -> Result<Record> {
+    ) -> Result<ImageRecord> {
         let publication = self.staging.stage_image(name, tree, source, config, notes)?;
         {
             let mut batch = self.staging.batch();
@@ -137,7 +137,7 @@ impl<'a> Build<'a> {
 mod tests {
     use super::*;
     use crate::store::ON_SYNC;
-    use crate::tree::{Inode, Kind, Meta};
+    use crate::tree::{FileKind, Inode, Meta};
     use std::cell::Cell;
 
     #[test]
@@ -147,7 +147,7 @@ mod tests {
         let build = store.build().unwrap();
         let mut tree = Tree::default();
         let data = build.put_bytes(&[1; 5000]).unwrap();
-        tree.put(b"file", Inode { meta: Meta::default(), kind: Kind::File(data) }).unwrap();
+        tree.put(b"file", Inode { meta: Meta::default(), kind: FileKind::File(data) }).unwrap();
         let (lock, looks) = (store.path("lock"), std::rc::Rc::new(Cell::new(0)));
         let count = looks.clone();
         ON_SYNC.set(Some(Box::new(move || {

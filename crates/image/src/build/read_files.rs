@@ -2,12 +2,12 @@
 
 use super::Build;
 use super::omissions::{Omissions, clean_xattrs};
-use super::source::{GONE, OpenFile, Source, file_state, last_name, meta, read_xattrs};
+use super::source::{GONE, OpenFile, SourceDirectory, file_state, last_name, meta, read_xattrs};
 use super::walk::FoundFile;
 use crate::error::{At, Error, Result};
 use crate::progress::Progress;
 use crate::sys;
-use crate::tree::{Data, Inode, Kind, Tree, Xattrs};
+use crate::tree::{Data, FileKind, Inode, Tree, Xattrs};
 use rustix::fs::Stat;
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -35,7 +35,7 @@ const RACY_S: i64 = 2;
 /// Reads `files`. A file that no longer has any of its names is `None`.
 pub(super) fn read_files<'a>(
     build: &Build,
-    source: &Source,
+    source: &SourceDirectory,
     files: &'a [FoundFile],
     progress: &Progress,
 ) -> Result<Vec<(&'a FoundFile, Option<ReadFile>)>> {
@@ -70,7 +70,7 @@ pub(super) fn read_files<'a>(
 /// is the new one, names that lead to one file still do, and names that went away are left out.
 pub(super) fn read_replaced(
     build: &Build,
-    source: &Source,
+    source: &SourceDirectory,
     gone: &FoundFile,
     tree: &mut Tree,
     omissions: &mut Omissions,
@@ -93,7 +93,7 @@ pub(super) fn read_replaced(
         };
         let mut xattrs = read_xattrs(&file, OsStr::new("")).at(source.full(path))?;
         clean_xattrs(&mut xattrs, name, omissions);
-        let id = tree.add(Inode { meta: meta(&stat, xattrs), kind: Kind::File(data) });
+        let id = tree.add(Inode { meta: meta(&stat, xattrs), kind: FileKind::File(data) });
         tree.link(*dir, name, id)?;
         found.insert(key(&stat), id);
     }
@@ -101,7 +101,12 @@ pub(super) fn read_replaced(
 }
 
 /// Reads a file that the walk found, if it is still there.
-fn read_found(build: &Build, source: &Source, found: &FoundFile, progress: &Progress) -> Result<Option<ReadFile>> {
+fn read_found(
+    build: &Build,
+    source: &SourceDirectory,
+    found: &FoundFile,
+    progress: &Progress,
+) -> Result<Option<ReadFile>> {
     let Some((file, data, stat)) = read_file(build, progress, || found.open(source))? else { return Ok(None) };
     let path: &Path = &found.names[0].1;
     let changed = file_state(&stat) != found.state;

@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// The source directory of a build.
-pub(super) struct Source {
+pub(super) struct SourceDirectory {
     root: PathBuf,
     top: OwnedFd,
 }
@@ -26,7 +26,7 @@ pub(super) struct OpenFile {
     pub(super) stat: Stat,
 }
 
-impl Source {
+impl SourceDirectory {
     pub(super) fn open(root: &Path) -> Result<Self> {
         let root = root.canonicalize().at(root)?;
         let top = rustix::fs::open(&root, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).at(&root)?;

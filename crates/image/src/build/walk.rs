@@ -2,12 +2,12 @@
 
 use super::omissions::{Omissions, WHITEOUT, clean_xattrs, is_whiteout};
 use super::source::{
-    GONE, OpenFile, Source, file_state, is_mounted, last_name, meta, names, read_xattrs, stat_and_target,
+    GONE, OpenFile, SourceDirectory, file_state, is_mounted, last_name, meta, names, read_xattrs, stat_and_target,
 };
 use crate::error::{At, Result};
 use crate::format::erofs;
 use crate::store::FileState;
-use crate::tree::{Data, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs};
+use crate::tree::{Data, FileKind, Id, Inode, Meta, ROOT, Tree, Xattrs};
 use rustix::fs::{FileType, Stat};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
@@ -38,7 +38,7 @@ pub(super) struct FoundFile {
 impl FoundFile {
     /// Opens the file by a name that it still has; `None` if it has none any more. If one of several names changed since
     /// the walk, names may be gone, or lead to another file with the same inode number: then each name is read by itself.
-    pub(super) fn open(&self, source: &Source) -> Result<Option<OpenFile>> {
+    pub(super) fn open(&self, source: &SourceDirectory) -> Result<Option<OpenFile>> {
         let is_same = |stat: &Stat| {
             (stat.st_dev, stat.st_ino) == (self.device, self.inode)
                 && (self.names.len() == 1 || file_state(stat) == self.state)
@@ -67,7 +67,7 @@ pub(super) struct Walked {
 const ELSEWHERE: &str = "directories on other file systems are empty in the image";
 
 struct Walk<'a> {
-    source: &'a Source,
+    source: &'a SourceDirectory,
     store_root: &'a Path,
     options: Options,
     omissions: &'a mut Omissions,
@@ -81,7 +81,12 @@ struct Walk<'a> {
 }
 
 /// Walks over `source`. The store at `store_root` is left out.
-pub(super) fn walk(source: &Source, store_root: &Path, options: Options, omissions: &mut Omissions) -> Result<Walked> {
+pub(super) fn walk(
+    source: &SourceDirectory,
+    store_root: &Path,
+    options: Options,
+    omissions: &mut Omissions,
+) -> Result<Walked> {
     let stat = source.stat_root()?;
     let mut xattrs = source.root_xattrs()?;
     clean_xattrs(&mut xattrs, b"/", omissions);
@@ -159,7 +164,7 @@ impl Walk<'_> {
             other => other.at(&full)?,
         };
         clean_xattrs(&mut xattrs, name, self.omissions);
-        let is_file = matches!(kind, Kind::File(_));
+        let is_file = matches!(kind, FileKind::File(_));
         let id = self.walked.tree.add(Inode { meta: meta(&stat, xattrs), kind });
         self.walked.tree.link(dir_id, name, id)?;
         if !is_dir && stat.st_nlink > 1 {
@@ -178,7 +183,7 @@ impl Walk<'_> {
     fn closed_mount_point(&mut self, dir_id: Id, name: &[u8], path: &Path) -> Result<()> {
         self.omissions.add(ELSEWHERE, path.as_os_str().as_bytes());
         let meta = Meta { mode: 0o755, ..Meta::default() };
-        let id = self.walked.tree.add(Inode { meta, kind: Kind::Dir(BTreeMap::new()) });
+        let id = self.walked.tree.add(Inode { meta, kind: FileKind::Dir(BTreeMap::new()) });
         self.walked.tree.link(dir_id, name, id)
     }
 
@@ -202,18 +207,18 @@ impl Walk<'_> {
 }
 
 /// The kind of a file, by what stat said; a regular file is empty.
-pub(super) fn kind(stat: &Stat, target: Box<[u8]>, full: &Path) -> Result<Kind> {
+pub(super) fn kind(stat: &Stat, target: Box<[u8]>, full: &Path) -> Result<FileKind> {
     let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
     Ok(match stat.st_mode & libc::S_IFMT {
-        libc::S_IFDIR => Kind::Dir(BTreeMap::new()),
-        libc::S_IFLNK => Kind::Symlink(target),
-        libc::S_IFCHR => Kind::Char(major, minor),
-        libc::S_IFBLK => Kind::Block(major, minor),
-        libc::S_IFIFO => Kind::Fifo,
-        libc::S_IFSOCK => Kind::Socket,
+        libc::S_IFDIR => FileKind::Dir(BTreeMap::new()),
+        libc::S_IFLNK => FileKind::Symlink(target),
+        libc::S_IFCHR => FileKind::Char(major, minor),
+        libc::S_IFBLK => FileKind::Block(major, minor),
+        libc::S_IFIFO => FileKind::Fifo,
+        libc::S_IFSOCK => FileKind::Socket,
         _ => {
             erofs::check_size(stat.st_size as u64, || full.display().to_string())?;
-            Kind::File(Data::Inline(Box::default()))
+            FileKind::File(Data::Inline(Box::default()))
         }
     })
 }

@@ -129,7 +129,7 @@ mod tests {
     use crate::maintain::{gc, verify};
     use crate::remove_tree::remove_tree;
     use crate::store::{Lease, ON_SYNC};
-    use crate::tree::{Inode, Kind, Meta};
+    use crate::tree::{FileKind, Inode, Meta};
     use std::time::Duration;
 
     /// A build brings objects while a link farm without them is being made.
@@ -141,7 +141,7 @@ mod tests {
         let (build, mut tree) = (store.build().unwrap(), Tree::default());
         for number in 0..3u8 {
             let data = build.put_bytes(&[number; 5000]).unwrap();
-            let kind = Kind::File(data);
+            let kind = FileKind::File(data);
             tree.put(format!("{number}").as_bytes(), Inode { meta: Meta::default(), kind }).unwrap();
         }
         let digest = build.publish("x", &tree, "t", Default::default(), vec![]).unwrap().digest;
@@ -159,7 +159,7 @@ mod tests {
                 let store = Store::open(&root, "default").unwrap();
                 let (build, mut tree) = (store.build().unwrap(), Tree::default());
                 for number in 1..3u8 {
-                    let kind = Kind::File(build.put_bytes(&[number; 5000]).unwrap());
+                    let kind = FileKind::File(build.put_bytes(&[number; 5000]).unwrap());
                     tree.put(format!("{number}").as_bytes(), Inode { meta: Meta::default(), kind }).unwrap();
                 }
                 build.publish("y", &tree, "t", Default::default(), vec![]).unwrap();
@@ -194,7 +194,7 @@ mod tests {
     fn build(store: &Store, name: &str, objects: std::ops::Range<u32>) -> Result<(Tree, Digest)> {
         let (build, mut tree) = (store.build()?, Tree::default());
         for number in objects {
-            let kind = Kind::File(build.put_bytes(&content(number))?);
+            let kind = FileKind::File(build.put_bytes(&content(number))?);
             tree.put(format!("{number:04}").as_bytes(), Inode { meta: Meta::default(), kind })?;
         }
         let digest = build.publish(name, &tree, "t", Default::default(), vec![])?.digest;
@@ -327,7 +327,7 @@ mod tests {
                 scope.spawn(move || {
                     let build = store.build().unwrap();
                     let mut tree = Tree::default();
-                    let kind = Kind::File(build.put_bytes(&content(0)).unwrap());
+                    let kind = FileKind::File(build.put_bytes(&content(0)).unwrap());
                     tree.put(b"it", Inode { meta: Meta::default(), kind }).unwrap();
                     // The mount has looked for the object, or is about to.
                     let begins = || {

@@ -6,11 +6,11 @@ use crate::error::{At, Error, OUTPUT, Result};
 use crate::format::acl::{self, Acl};
 use crate::format::erofs;
 use crate::format::oci::Platform;
-use crate::format::tar::{self, Acls, Entry, EntryKind};
+use crate::format::tar::{self, Acls, ArchiveEntry, EntryKind};
 use crate::progress::Progress;
 use crate::random_id::random_id;
-use crate::store::{Record, Store};
-use crate::tree::{Data, Id, Kind, Tree, show};
+use crate::store::{ImageRecord, Store};
+use crate::tree::{Data, FileKind, Id, Tree, show};
 use pagefold_os::read_once::ReadOnce;
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -94,17 +94,17 @@ impl<W: Write> Export<'_, W> {
     /// Writes the entry of one of the names of inode `id`.
     fn entry(&mut self, path: &[u8], id: Id) -> Result<()> {
         let inode = self.tree.inode(id);
-        let is_dir = matches!(inode.kind, Kind::Dir(_));
+        let is_dir = matches!(inode.kind, FileKind::Dir(_));
         let kind = match &inode.kind {
-            Kind::Dir(_) => EntryKind::Dir,
+            FileKind::Dir(_) => EntryKind::Dir,
             _ if self.first.contains_key(&id) => EntryKind::HardLink(self.first[&id].clone()),
-            Kind::File(data) => EntryKind::File(data.size()),
-            Kind::Symlink(target) => EntryKind::Symlink(target.to_vec()),
-            Kind::Char(major, minor) => EntryKind::Char(*major, *minor),
-            Kind::Block(major, minor) => EntryKind::Block(*major, *minor),
-            Kind::Fifo => EntryKind::Fifo,
+            FileKind::File(data) => EntryKind::File(data.size()),
+            FileKind::Symlink(target) => EntryKind::Symlink(target.to_vec()),
+            FileKind::Char(major, minor) => EntryKind::Char(*major, *minor),
+            FileKind::Block(major, minor) => EntryKind::Block(*major, *minor),
+            FileKind::Fifo => EntryKind::Fifo,
             // tar has no sockets; programs make their own when they start.
-            Kind::Socket => return Ok(()),
+            FileKind::Socket => return Ok(()),
         };
         if !is_dir && self.names[id as usize] > 1 {
             self.first.entry(id).or_insert_with(|| path.to_vec());
@@ -120,15 +120,15 @@ impl<W: Write> Export<'_, W> {
         }
         let list = |name: &[u8]| meta.xattrs.get(name).and_then(|value| Acl::from_attribute(value));
         let acls = Acls { access: list(acl::ACCESS), default: list(acl::DEFAULT) };
-        let entry = Entry { path, kind, meta, acls, has_foreign_acl: false, is_sparse: false };
+        let entry = ArchiveEntry { path, kind, meta, acls, has_foreign_acl: false, is_sparse: false };
         match &inode.kind {
-            Kind::File(data) if matches!(entry.kind, EntryKind::File(_)) => self.file(&entry, data),
+            FileKind::File(data) if matches!(entry.kind, EntryKind::File(_)) => self.file(&entry, data),
             _ => self.headers(|bytes| tar::write_header(bytes, &entry)),
         }
     }
 
     /// Writes a file: its headers, and its bytes or the parts that are not zeros.
-    fn file(&mut self, entry: &Entry, data: &Data) -> Result<()> {
+    fn file(&mut self, entry: &ArchiveEntry, data: &Data) -> Result<()> {
         let stored = match self.parts(data)? {
             None => {
                 self.headers(|bytes| tar::write_header(bytes, entry))?;
@@ -266,7 +266,7 @@ pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Resul
 ///
 /// # Errors
 /// A directory that is not empty, a name that deletes in a layer (`.wh.`), a damaged object, the system's.
-pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
+pub fn oci(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
     let mut mark = None;
     tree.walk(|path, _| {
         if path.rsplit(|&byte| byte == b'/').next().is_some_and(|name| name.starts_with(b".wh.")) {
@@ -304,7 +304,7 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
 }
 
 /// Fills the directory of a layout. The files that make it a layout come last: an export that was killed leaves none.
-fn layout(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
+fn layout(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
     let blobs = dir.join("blobs/sha256");
     fs::create_dir_all(&blobs).at_output(&blobs)?;
     let staged = blobs.join(".layer");

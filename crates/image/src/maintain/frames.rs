@@ -6,7 +6,7 @@ use crate::proc_fd::open_path;
 use crate::runtime::mounts::{MountEntry, mounts};
 use crate::store::{Lease, Store};
 use crate::sys;
-use crate::tree::{Data, Kind};
+use crate::tree::{Data, FileKind};
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use std::collections::HashSet;
@@ -52,7 +52,7 @@ fn compare_mount(store: &Store, mount: &MountEntry, top: &OwnedFd, found: &mut F
     let tree = store.tree(&mount.digest)?;
     let (mut result, mut seen) = (Ok(()), HashSet::new());
     tree.walk(|path, id| {
-        let Kind::File(Data::Object(digest, size)) = &tree.inode(id).kind else { return };
+        let FileKind::File(Data::Object(digest, size)) = &tree.inode(id).kind else { return };
         if result.is_err() || !seen.insert(id) {
             return;
         }
@@ -94,8 +94,8 @@ fn compare_file(
 /// How many pages a file and its object have, and how many of them have the same frames. Both are mapped at the same time;
 /// a page that the kernel moves between the two looks is looked at again.
 fn same_frames(file: &File, shown: &Path, object_file: &File, object: &Path, size: u64) -> Result<(u64, u64)> {
-    let a = sys::Map::new(file, size).at(shown)?;
-    let b = sys::Map::new(object_file, size).at(object)?;
+    let a = sys::MappedFile::new(file, size).at(shown)?;
+    let b = sys::MappedFile::new(object_file, size).at(object)?;
     let (mut open, mut pages): (Vec<usize>, u64) = (Vec::new(), 0);
     for attempt in 0..FRAME_LOOKS {
         let (a, b) = (a.frames().at(shown)?, b.frames().at(object)?);

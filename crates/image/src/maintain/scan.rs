@@ -242,7 +242,7 @@ fn resident(file: &File, meta: &Metadata) -> Option<u64> {
             if !user.is_root() && user.as_raw() != meta.uid() {
                 return None;
             }
-            sys::Map::new(file, meta.len()).and_then(|map| map.resident_pages()).ok()?
+            sys::MappedFile::new(file, meta.len()).and_then(|map| map.resident_pages()).ok()?
         }
         other => other.ok()?,
     };

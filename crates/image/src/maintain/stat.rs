@@ -13,7 +13,7 @@ use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::link_farm;
 use crate::runtime::mounts::mounts;
-use crate::store::{DamagedImage, Lease, Record, Records, Store};
+use crate::store::{DamagedImage, ImageRecord, ImageRecords, Lease, Store};
 use crate::sys::{self, PAGE};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
@@ -26,7 +26,7 @@ use std::path::Path;
 pub struct ImageStat {
     /// Its record.
     #[serde(flatten)]
-    pub record: Record,
+    pub record: ImageRecord,
     /// Bytes of objects that no other image of the domain has.
     pub own_bytes: u64,
     /// How often it is mounted.
@@ -133,7 +133,7 @@ pub fn resident_bytes(path: &Path, mapped: bool) -> Result<u64> {
     if size == 0 {
         return Ok(0);
     }
-    Ok(sys::Map::new(&file, size).and_then(|map| map.resident_pages()).at(path)? * PAGE)
+    Ok(sys::MappedFile::new(&file, size).and_then(|map| map.resident_pages()).at(path)? * PAGE)
 }
 
 /// The mounts of each image: device numbers, which binds of one mount share. Memory is counted on those that show objects.
@@ -236,7 +236,7 @@ fn count_objects(store: &Store, uses: &mut HashMap<u128, Use>, total: &mut Stat)
 }
 
 /// What one image costs now.
-fn image_stat(store: &Store, record: Record, uses: &HashMap<u128, Use>, mounted: &Mounted) -> Result<ImageStat> {
+fn image_stat(store: &Store, record: ImageRecord, uses: &HashMap<u128, Use>, mounted: &Mounted) -> Result<ImageStat> {
     let is_shown = mounted.showing(&record.digest) > 0;
     let mut stat = ImageStat {
         own_bytes: 0,
@@ -265,7 +265,7 @@ fn image_stat(store: &Store, record: Record, uses: &HashMap<u128, Use>, mounted:
 /// An unknown name; the system's. A damaged image is a result, not an error.
 pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
     let lease = Lease::new(store)?;
-    let Records { images, mut damaged } = lease.claim_images(names)?;
+    let ImageRecords { images, mut damaged } = lease.claim_images(names)?;
     let mounted = Mounted::look(store, &lease)?;
     // Each with the number of its names.
     let mut trees: BTreeMap<Digest, u32> = BTreeMap::new();
@@ -292,7 +292,7 @@ pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
         total.metadata_bytes += image.metadata_bytes;
     }
     count_objects(store, &mut uses, &mut total)?;
-    let wanted = |image: &Record| names.is_empty() || names.contains(&image.name);
+    let wanted = |image: &ImageRecord| names.is_empty() || names.contains(&image.name);
     let all = images.into_iter().filter(wanted).map(|image| image_stat(store, image, &uses, &mounted));
     Ok((total, all.collect::<Result<_>>()?))
 }

@@ -7,7 +7,7 @@ use crate::error::{At, Result};
 use crate::link_farm;
 use crate::progress::Progress;
 use crate::runtime::mount::{difference, in_initial_namespace};
-use crate::store::{DamagedImage, Lease, Records, Store, is_marked};
+use crate::store::{DamagedImage, ImageRecords, Lease, Store, is_marked};
 use crate::tree::Tree;
 use pagefold_os::read_once::ReadOnce;
 use std::collections::{BTreeMap, HashMap};
@@ -69,7 +69,7 @@ pub fn verify(store: &Store, names: &[String], frames: bool) -> Result<Verified>
 pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Progress) -> Result<Verified> {
     let mut found = Verified::default();
     let lease = Lease::new(store)?;
-    let Records { images, damaged } = lease.claim_images(names)?;
+    let ImageRecords { images, damaged } = lease.claim_images(names)?;
     for DamagedImage { name, path, what } in damaged {
         if names.is_empty() || names.contains(&name) {
             found.damaged.push(Damage { path, what, images: vec![name] });

@@ -1,7 +1,7 @@
 //! Start profiles: files that a program of an image opened when it started, and the parts of them that it read.
 //!
 //! A program that starts with cold caches waits for the disk a hundred times, for one name or page after the other.
-//! `exec` can record once what it waits for ([`crate::runtime::exec::Run::learn`]). Later mounts ask for all of that up front,
+//! `exec` can record once what it waits for ([`crate::runtime::exec::ExecOptions::learn`]). Later mounts ask for all of that up front,
 //! with several requests in flight, while the program takes its first steps. The kernel reports opened files (fanotify(7),
 //! root only), and mincore(2) which parts of them came into memory.
 //!
@@ -14,8 +14,8 @@ use crate::layout::{is_place, placed_objects};
 use crate::link_farm::LinkFarm;
 use crate::progress::note;
 use crate::store::{Lease, Store};
-use crate::sys::{self, Map, Opens, PAGE};
-use crate::tree::{Data, Id, Kind, ROOT, Tree};
+use crate::sys::{self, MappedFile, Opens, PAGE};
+use crate::tree::{Data, FileKind, Id, ROOT, Tree};
 use pagefold_os::fd::Fd;
 use pagefold_os::sock;
 use rustix::fs::{Advice, Mode, OFlags, ResolveFlags};
@@ -294,7 +294,7 @@ fn parts(file: &File) -> Result<Vec<(u64, u64)>> {
     if size == 0 {
         return Ok(Vec::new());
     }
-    let here = Map::new(file, size).and_then(|map| map.resident()).at("a file of the image")?;
+    let here = MappedFile::new(file, size).and_then(|map| map.resident()).at("a file of the image")?;
     let mut parts: Vec<(u64, u64)> = Vec::new();
     for page in here.iter().enumerate().filter(|(_, here)| **here).map(|(page, _)| page as u64 * PAGE) {
         match parts.last_mut() {
@@ -308,11 +308,11 @@ fn parts(file: &File) -> Result<Vec<(u64, u64)>> {
 /// The inode at a path without links in it.
 fn find(tree: &Tree, path: &[u8]) -> Option<Id> {
     let mut names = path.split(|byte| *byte == b'/').filter(|name| !name.is_empty());
-    names.try_fold(ROOT, |dir, name| matches!(tree.inode(dir).kind, Kind::Dir(_)).then(|| tree.child(dir, name))?)
+    names.try_fold(ROOT, |dir, name| matches!(tree.inode(dir).kind, FileKind::Dir(_)).then(|| tree.child(dir, name))?)
 }
 
 /// The watch over the files that the command, which this process becomes, will open.
-pub(crate) struct Watch {
+pub(crate) struct OpenWatch {
     opens: Opens,
 }
 
@@ -322,7 +322,7 @@ pub(crate) struct Watch {
 ///
 /// # Errors
 /// Without CAP_SYS_ADMIN; the system's.
-pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Result<Watch> {
+pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Result<OpenWatch> {
     let refused = |source: std::io::Error| {
         Error::Refused(format!("exec: --record-profile: {source}; watching what a program opens (fanotify) needs root"))
     };
@@ -344,10 +344,10 @@ pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Resul
     })
     .and_then(sys::Detaching::wait)
     .map_err(refused)?;
-    Ok(Watch { opens })
+    Ok(OpenWatch { opens })
 }
 
-impl Watch {
+impl OpenWatch {
     /// Records files opened in the mount at `place` from here on.
     pub(crate) fn begin(&self, place: &Path) -> Result<()> {
         self.opens.mark(place).at(place)
@@ -386,8 +386,8 @@ fn learn(store: &Store, digest: &Digest, opens: &Opens, command: &OwnedFd, patie
         // A file that the command made itself, or that is mounted over the tree, is not the image's.
         let Some(id) = find(&tree, &path) else { continue };
         let (object, parts) = match &tree.inode(id).kind {
-            Kind::File(Data::Object(object, _)) => (Some(object), parts(&file)?),
-            Kind::File(Data::Inline(_)) | Kind::Dir(_) => (None, Vec::new()),
+            FileKind::File(Data::Object(object, _)) => (Some(object), parts(&file)?),
+            FileKind::File(Data::Inline(_)) | FileKind::Dir(_) => (None, Vec::new()),
             _ => continue,
         };
         profile.files.push(Entry {

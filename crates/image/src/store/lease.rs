@@ -6,7 +6,7 @@
 //! to a dead owner.
 
 use super::lock::lock_target;
-use super::{Record, Records, Store};
+use super::{ImageRecord, ImageRecords, Store};
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::random_id::random_id;
@@ -22,7 +22,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::NoImage`]; a damaged record.
-    pub fn hold(&self, name: &str) -> Result<(Record, Lease<'_>)> {
+    pub fn hold(&self, name: &str) -> Result<(ImageRecord, Lease<'_>)> {
         let lease = Lease::new(self)?;
         Ok((lease.claim_image(name)?, lease))
     }
@@ -132,7 +132,7 @@ impl<'a> Lease<'a> {
     }
 
     /// Claims the image that `name` stands for.
-    pub(crate) fn claim_image(&self, name: &str) -> Result<Record> {
+    pub(crate) fn claim_image(&self, name: &str) -> Result<ImageRecord> {
         loop {
             let record = self.store.image(name)?;
             // A missing tree was collected after the name was given to another image, or is lost.
@@ -145,7 +145,7 @@ impl<'a> Lease<'a> {
 
 impl Lease<'_> {
     /// All images, each claimed: while the lease is held nothing of them is collected. Each of `names` must be among them.
-    pub(crate) fn claim_images(&self, names: &[String]) -> Result<Records> {
+    pub(crate) fn claim_images(&self, names: &[String]) -> Result<ImageRecords> {
         let mut all = self.store.records()?;
         for name in names.iter().filter(|name| !all.damaged.iter().any(|record| record.name == **name)) {
             self.store.image(name)?;

@@ -48,7 +48,7 @@ mod trees;
 pub(crate) use builds::{entries, open_lease, remove_dead_builds, unless_gone};
 pub use format_file::FORMAT;
 pub use lease::Lease;
-pub use names::{DamagedImage, Record, Records, check_name};
+pub use names::{DamagedImage, ImageRecord, ImageRecords, check_name};
 pub(crate) use objects::is_marked;
 pub use staging::BuildStats;
 pub(crate) use staging::{HOLE_BYTES, Staging};

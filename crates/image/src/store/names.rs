@@ -22,7 +22,7 @@ const SHOWN: usize = 4;
 
 /// What an image's name stands for.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Record {
+pub struct ImageRecord {
     /// The name it was stored under.
     pub name: String,
     /// SHA-256 of the metadata image: equal trees have equal digests.
@@ -69,7 +69,7 @@ impl DamagedImage {
     }
 
     /// An image with a metadata image and a list of objects that cannot be read because of `error`.
-    pub(crate) fn by_tree(record: &Record, store: &Store, error: &str) -> Self {
+    pub(crate) fn by_tree(record: &ImageRecord, store: &Store, error: &str) -> Self {
         let path = store.tree_path(&record.digest);
         let what = error.strip_prefix(&format!("{}: ", path.display())).unwrap_or(error);
         Self::new(record.name.clone(), &path, what.strip_suffix(AGAIN).unwrap_or(what))
@@ -84,9 +84,9 @@ impl Display for DamagedImage {
 
 /// The records of a domain.
 #[derive(Clone, Debug, Default)]
-pub struct Records {
+pub struct ImageRecords {
     /// Images, by name.
-    pub images: Vec<Record>,
+    pub images: Vec<ImageRecord>,
     /// The others, by name.
     pub damaged: Vec<DamagedImage>,
 }
@@ -149,7 +149,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::NoImage`]; a damaged record.
-    pub fn image(&self, name: &str) -> Result<Record> {
+    pub fn image(&self, name: &str) -> Result<ImageRecord> {
         let path = self.image_path(name);
         match fs::read(&path) {
             Ok(text) => serde_json::from_slice(&text)
@@ -165,8 +165,8 @@ impl Store {
     ///
     /// # Errors
     /// A damaged record, the system's.
-    pub fn images(&self) -> Result<Vec<Record>> {
-        let Records { images, damaged } = self.records()?;
+    pub fn images(&self) -> Result<Vec<ImageRecord>> {
+        let ImageRecords { images, damaged } = self.records()?;
         damaged.first().map_or(Ok(images), |record| Err(Error::Damaged(record.to_string())))
     }
 
@@ -174,9 +174,9 @@ impl Store {
     ///
     /// # Errors
     /// The system's.
-    pub fn records(&self) -> Result<Records> {
+    pub fn records(&self) -> Result<ImageRecords> {
         let dir = self.path("images");
-        let mut all = Records::default();
+        let mut all = ImageRecords::default();
         for entry in fs::read_dir(&dir).at(&dir)? {
             let entry = entry.at(&dir)?;
             let path = entry.path();

@@ -2,12 +2,12 @@
 
 use super::staging::Staging;
 use super::trees::encode_objects;
-use super::{Record, check_name};
+use super::{ImageRecord, check_name};
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::format::erofs;
 use crate::run_config::RunConfig;
-use crate::tree::{Kind, Tree};
+use crate::tree::{FileKind, Tree};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 /// An image that is staged and has no name yet.
 pub(crate) struct Publication {
-    record: Record,
+    record: ImageRecord,
     /// The bytes of the metadata image.
     image: Vec<u8>,
     staged_tree: PathBuf,
@@ -24,17 +24,17 @@ pub(crate) struct Publication {
 }
 
 /// The record of image `name` with the metadata image `image` of `tree`.
-fn record(name: &str, tree: &Tree, image: &[u8], source: &str, config: RunConfig, notes: Vec<String>) -> Record {
+fn record(name: &str, tree: &Tree, image: &[u8], source: &str, config: RunConfig, notes: Vec<String>) -> ImageRecord {
     let objects = tree.objects();
     let (mut entries, mut bytes) = (0, 0);
     tree.walk(|_, _| entries += 1);
     let (reachable, _) = tree.reachable();
     let sizes = reachable.iter().filter_map(|&id| match &tree.inode(id).kind {
-        Kind::File(data) => Some(data.size()),
+        FileKind::File(data) => Some(data.size()),
         _ => None,
     });
     let files = sizes.inspect(|size| bytes += size).count() as u64;
-    Record {
+    ImageRecord {
         name: name.into(),
         digest: Digest::of(image),
         // The root has no name.
@@ -97,7 +97,7 @@ impl Staging<'_> {
     }
 
     /// Gives the record its name, which makes the image visible.
-    pub(crate) fn name_record(&self, publication: Publication) -> Result<Record> {
+    pub(crate) fn name_record(&self, publication: Publication) -> Result<ImageRecord> {
         let record = publication.record;
         // Every name that the record relies on is durable before the record has its own; the record's content is already.
         self.sync(&self.store.objects_list_path(&record.digest))?;

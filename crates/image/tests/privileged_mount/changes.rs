@@ -3,7 +3,7 @@
 use crate::common::{build_dir, damaged};
 use crate::fixture::{Fixture, PlainUser, Scratch, alone, noise, rootless_refused, said, umount};
 use pagefold_image::mount;
-use pagefold_image::mount::{Kind, Options};
+use pagefold_image::mount::{MountKind, Options};
 use rustix::fs::XattrFlags;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -19,7 +19,7 @@ fn a_writable_mount_keeps_its_changes_and_never_changes_objects() {
     fs::set_permissions(&tree, fs::Permissions::from_mode(0o750)).unwrap();
     rustix::fs::setxattr(&tree, "user.note", b"kept", XattrFlags::empty()).unwrap();
     let record = build_dir(&store, "rw", &tree).unwrap();
-    for kind in [Kind::Erofs, Kind::Directory] {
+    for kind in [MountKind::Erofs, MountKind::Directory] {
         let options = Options { kind, upper: Some(upper.clone()), ..Options::default() };
         mount::mount(&store, &record, &at, &options).unwrap();
         let root = fs::metadata(&at).unwrap();
@@ -59,7 +59,7 @@ fn changes_are_mounted_over_their_own_image_only() {
     rustix::fs::setxattr(&tree, "trusted.second", b"1", rustix::fs::XattrFlags::empty()).unwrap();
     let second = build(200_000);
     let named = |path: &Path| rustix::fs::getxattr(path, "trusted.second", &mut [0; 8][..]).ok();
-    for kind in [Kind::Erofs, Kind::Directory] {
+    for kind in [MountKind::Erofs, MountKind::Directory] {
         let options = Options { kind, upper: Some(upper.clone()), ..Options::default() };
         // Without changes the directory belongs to no image yet; one mount at a time uses it.
         mount::mount(&store, &second, &at, &options).unwrap();

@@ -49,13 +49,13 @@ pub fn child_that_execs() {
     let [store, name, mode, command] = arguments.splitn(4, '\n').collect::<Vec<_>>()[..] else { panic!("four") };
     let store = Store::open(Path::new(store), "default").unwrap();
     let (record, lease) = store.hold(name).unwrap();
-    let run = exec::Run {
+    let run = exec::ExecOptions {
         command: ["/bin/sh", "-c", command].map(Into::into).to_vec(),
         binds: vec![("/etc".into(), "/host".into())],
         user: mode.strip_prefix("as ").unwrap_or_default().into(),
         scratch: mode == "rw",
         learn: (mode == "learn").then_some(Duration::from_secs(60)),
-        ..exec::Run::default()
+        ..exec::ExecOptions::default()
     };
     panic!("{}", exec::exec(&store, &record, &lease, &run, |mut command| command.exec()));
 }

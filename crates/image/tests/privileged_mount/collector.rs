@@ -2,7 +2,7 @@
 
 use crate::common::build_dir;
 use crate::fixture::{Fixture, PlainUser, Scratch, alone, by, noise, rootless_refused, runnable, said, umount};
-use pagefold_image::mount::{Kind, Options};
+use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::store::Store;
 use pagefold_image::{Result, gc, mount, mounts, stat};
 use rustix::mount::{MountFlags, MountPropagationFlags};
@@ -65,7 +65,7 @@ fn hidden_mounts_are_not_collected_and_false_mount_names_are_ignored() {
     stat::stat(&store, &[]).unwrap();
 
     // A metadata directory stays mounted only in a namespace with one process, which has a subdirectory as its root.
-    mount::mount(&store, &record, &at, &by(Kind::Directory)).unwrap();
+    mount::mount(&store, &record, &at, &by(MountKind::Directory)).unwrap();
     assert_eq!(mounts::mounts(&store).unwrap().len(), 1);
     let mut jailed = Command::new("unshare")
         .args(["-m", "chroot"])
@@ -101,7 +101,7 @@ fn nothing_mounted_is_collected() {
         let stats = gc::collect(&store, false).unwrap();
         assert_eq!((stats.objects_removed, stats.trees_removed), (0, 0), "{what}");
     };
-    for kind in [Kind::Erofs, Kind::Directory] {
+    for kind in [MountKind::Erofs, MountKind::Directory] {
         mount::mount(&store, &rebuilt(), &at, &by(kind)).unwrap();
         collect_keeps("mounted here");
         whole(&at);
@@ -113,7 +113,7 @@ fn nothing_mounted_is_collected() {
     collect_keeps("mounted in another namespace");
     assert_eq!(file_bytes(other), "200000");
     // Mounted only in a namespace of one thread, which the process's own mount table does not show.
-    let mounted = by(Kind::Directory);
+    let mounted = by(MountKind::Directory);
     mount::mount(&store, &rebuilt(), &at, &mounted).unwrap();
     let (left, has_left) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
@@ -147,7 +147,7 @@ fn nothing_mounted_is_collected() {
     assert_eq!(bytes, noise(6, 200_000));
     drop(held);
     // A mount by a metadata directory cannot be held open when detached, so it stays in the table while it is used.
-    mount::mount(&store, &rebuilt(), &at, &by(Kind::Directory)).unwrap();
+    mount::mount(&store, &rebuilt(), &at, &by(MountKind::Directory)).unwrap();
     let held = fs::File::open(at.join("file")).unwrap();
     let error = mount::umount(&at, true).unwrap_err().to_string();
     assert!(error.contains("end what uses it") && !error.contains("--lazy"), "{error}");
@@ -189,7 +189,7 @@ fn a_collector_keeps_what_unseen_processes_may_have_mounted() {
     fs::write(tree.join("file"), noise(6, 200_000)).unwrap();
     let store = Store::open(&root, "default").unwrap();
     let record = build_dir(&store, "x", &tree).unwrap();
-    mount::mount(&store, &record, &at, &by(Kind::Directory)).unwrap();
+    mount::mount(&store, &record, &at, &by(MountKind::Directory)).unwrap();
     let other = move_to_another_namespace(&at);
     let out = Command::new("unshare")
         .args(["-mpf", "--mount-proc", "--"])

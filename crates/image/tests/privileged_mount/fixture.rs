@@ -2,7 +2,7 @@
 
 use crate::common::build_dir;
 pub use crate::scratch::Scratch;
-use pagefold_image::mount::{Kind, Options};
+use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::{Error, Result, export, mount};
@@ -47,7 +47,7 @@ impl Fixture {
 }
 
 /// The options of a mount of that kind.
-pub fn by(kind: Kind) -> Options {
+pub fn by(kind: MountKind) -> Options {
     Options { kind, ..Options::default() }
 }
 

@@ -3,9 +3,9 @@
 use crate::common::{build_dir, damaged};
 use crate::fixture::{PlainUser, Scratch, alone, by, noise, run_in, runnable, umount, use_all_inodes};
 use pagefold_image::digest::Digest;
-use pagefold_image::mount::{Kind, Options};
-use pagefold_image::store::{Record, Store};
-use pagefold_image::tree::{Inode, Kind as FileKind, Meta, Tree};
+use pagefold_image::mount::{MountKind, Options};
+use pagefold_image::store::{ImageRecord, Store};
+use pagefold_image::tree::{FileKind, Inode, Meta, Tree};
 use pagefold_image::{Error, gc, mount, stat};
 use rustix::mount::MountFlags;
 use std::fs;
@@ -70,7 +70,7 @@ fn images_are_mounted_and_run_on_full_and_read_only_disks() {
     mount::mount(&store, &run, &at, &Options::default()).unwrap();
     umount(&at);
     let (old, new) = (store.image("old").unwrap(), store.image("new").unwrap());
-    let by_directory = by(Kind::Directory);
+    let by_directory = by(MountKind::Directory);
     fs::remove_file(domain.join("shelf.lock")).unwrap();
     fs::create_dir(domain.join("shelf.lock")).unwrap();
     mount::mount(&store, &old, &at, &by_directory).unwrap();
@@ -79,7 +79,7 @@ fn images_are_mounted_and_run_on_full_and_read_only_disks() {
     assert!(store.tree_path(&old.digest).with_extension("rootdir").exists());
     mount::mount(&store, &old, &at, &Options::default()).unwrap();
     umount(&at);
-    let farm = |record: &Record| store.tree_path(&record.digest).with_extension("shelf");
+    let farm = |record: &ImageRecord| store.tree_path(&record.digest).with_extension("shelf");
     assert!(farm(&old).exists() && farm(&run).exists() && !farm(&new).exists());
 
     let is_free = || {
@@ -108,7 +108,10 @@ fn images_are_mounted_and_run_on_full_and_read_only_disks() {
             let staged = || fs::metadata(domain.join("staging")).unwrap().modified().unwrap();
             let before = staged();
             mount::mount(&store, record, &at, options).unwrap_or_else(|error| panic!("{state}: {error}"));
-            assert!(options.kind == Kind::Directory || staged() == before, "{state}: a link farm there is no room for");
+            assert!(
+                options.kind == MountKind::Directory || staged() == before,
+                "{state}: a link farm there is no room for"
+            );
             let (file, bytes) = if record.digest == run.digest {
                 ("etc/message", "from the image\n".repeat(20).into_bytes())
             } else {
@@ -218,7 +221,7 @@ fn a_full_disk_leaves_no_incomplete_metadata_directory() {
         full.sync_all().unwrap();
         full.set_len(full.metadata().unwrap().len().next_multiple_of(4096) - blocks * 4096).unwrap();
         full.sync_all().unwrap();
-        let mounted = mount::mount(&store, &record, &at, &by(Kind::Directory));
+        let mounted = mount::mount(&store, &record, &at, &by(MountKind::Directory));
         fs::remove_file(&fill).unwrap();
         match mounted {
             Ok(mounted) => {

@@ -4,9 +4,9 @@ use crate::common::{build_dir, damaged};
 use crate::fixture::{Fixture, Scratch, alone, by, drop_cache, inodes, noise, umount, use_all_inodes};
 use pagefold_image::build::Omissions;
 use pagefold_image::digest::Digest;
-use pagefold_image::mount::{Kind, Options};
+use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::progress::Progress;
-use pagefold_image::store::{Record, Store};
+use pagefold_image::store::{ImageRecord, Store};
 use pagefold_image::{build, gc, mount, mounts, stat};
 use pagefold_os::mountinfo;
 use rustix::mount::MountFlags;
@@ -17,7 +17,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// Fills the tree with some hundred files and mounts its image once; returns the record, and the link farm that the mount made.
-pub fn with_link_farm(scratch: &Scratch) -> (PathBuf, Store, Record, PathBuf) {
+pub fn with_link_farm(scratch: &Scratch) -> (PathBuf, Store, ImageRecord, PathBuf) {
     let tree = scratch.dir("tree");
     for number in 0..600u32 {
         let dir = tree.join(format!("{}", number % 7));
@@ -35,7 +35,7 @@ pub fn with_link_farm(scratch: &Scratch) -> (PathBuf, Store, Record, PathBuf) {
 }
 
 /// Whether a new mount of the image shows the same tree.
-pub fn shows(scratch: &Scratch, store: &Store, record: &Record, kind: Kind) -> bool {
+pub fn shows(scratch: &Scratch, store: &Store, record: &ImageRecord, kind: MountKind) -> bool {
     let at = scratch.dir("mnt-shows");
     mount::mount(store, record, &at, &by(kind)).unwrap();
     let (build, mut notes) = (store.build().unwrap(), Omissions::default());
@@ -63,7 +63,7 @@ fn a_link_farm_links_each_object_once_and_is_removed_with_its_image() {
     assert!(boards.len() == 3 && boards.iter().all(|dir| fs::read_dir(dir).unwrap().count() <= 256));
     // Later mounts use the same link farm.
     let before = (link_inodes(), fs::metadata(farm.join("meta.erofs")).unwrap().ino());
-    for kind in [Kind::Auto, Kind::Directory] {
+    for kind in [MountKind::Auto, MountKind::Directory] {
         assert!(shows(&scratch, &store, &record, kind));
     }
     assert_eq!((link_inodes(), fs::metadata(farm.join("meta.erofs")).unwrap().ino()), before);
@@ -104,7 +104,7 @@ fn a_damaged_link_farm_is_never_mounted_and_a_copied_one_is_linked_again() {
     };
     spoil();
     drop_cache(&meta);
-    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    assert!(shows(&scratch, &store, &record, MountKind::Auto));
     let mended = fs::read(&meta).unwrap();
     assert_eq!(mended[..mended.len() - 32], whole[..whole.len() - 32]);
     assert!(stat::verify(&store, &["x".into()], false).unwrap().damaged.is_empty());
@@ -112,17 +112,20 @@ fn a_damaged_link_farm_is_never_mounted_and_a_copied_one_is_linked_again() {
     let at = scratch.dir("mnt");
     mount::mount(&store, &record, &at, &Options::default()).unwrap();
     spoil();
-    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    assert!(shows(&scratch, &store, &record, MountKind::Auto));
     assert_eq!(fs::read(&meta).unwrap()[1024 + 200], whole[1024 + 200] ^ 1);
     umount(&at);
     fs::remove_file(&meta).unwrap();
-    assert!(shows(&scratch, &store, &record, Kind::Auto) && meta.exists());
+    assert!(shows(&scratch, &store, &record, MountKind::Auto) && meta.exists());
 
     // Copies without hard links; the last is mounted by several threads and kinds at the same time.
-    for (number, kinds) in
-        [&[Kind::Auto][..], &[Kind::Directory], &[Kind::Auto, Kind::Directory, Kind::Auto, Kind::Auto]]
-            .iter()
-            .enumerate()
+    for (number, kinds) in [
+        &[MountKind::Auto][..],
+        &[MountKind::Directory],
+        &[MountKind::Auto, MountKind::Directory, MountKind::Auto, MountKind::Auto],
+    ]
+    .iter()
+    .enumerate()
     {
         let copy = scratch.path().join(format!("copy{number}"));
         let copied = Command::new("cp").args(["-r", "--no-preserve=links"]).args([store.root(), &copy]).status();
@@ -185,7 +188,7 @@ fn a_build_that_replaces_an_object_links_it_into_link_farms() {
     let mounted = mount::mount(&store, &record, &at, &Options::default()).unwrap();
     umount(&at);
     assert_eq!(mounted.notes, [""; 0]);
-    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    assert!(shows(&scratch, &store, &record, MountKind::Auto));
     assert!(damaged(&store).is_empty());
     assert!(!store.objects_dir().with_file_name("damaged").exists());
     // A link of the link farm is replaced by another file.
@@ -245,7 +248,7 @@ fn verify_reports_a_link_farm_that_cannot_be_mended() {
         let found = damaged(&store);
         assert!(found.len() == 1 && found[0].what == "2 files are others than their objects; mended", "{found:?}");
         assert!(damaged(&store).is_empty(), "{state}");
-        assert!(shows(&scratch, &store, &record, Kind::Auto), "{state}");
+        assert!(shows(&scratch, &store, &record, MountKind::Auto), "{state}");
         store.remove("shown").unwrap();
     }
 }
@@ -273,7 +276,7 @@ fn changes_over_a_link_farm_are_not_mounted_without_one() {
     fs::create_dir(&lock).unwrap();
     let error = mount::mount(&store, &record, &at, &changed).unwrap_err().to_string();
     assert!(error.contains("shelf") && error.contains("--upper"), "{error}");
-    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    assert!(shows(&scratch, &store, &record, MountKind::Auto));
     let empty = Options { upper: Some(scratch.dir("empty")), ..Options::default() };
     mount::mount(&store, &record, &at, &empty).unwrap();
     umount(&at);
@@ -291,7 +294,7 @@ fn a_link_farm_without_objects_is_linked_again() {
     let Some(scratch) = Scratch::new() else { return };
     let (_, store, record, farm) = with_link_farm(&scratch);
     let (meta, objects) = (farm.join("meta.erofs"), farm.join("objects"));
-    for (kind, empty) in [(Kind::Auto, false), (Kind::Directory, false), (Kind::Directory, true)] {
+    for (kind, empty) in [(MountKind::Auto, false), (MountKind::Directory, false), (MountKind::Directory, true)] {
         fs::remove_dir_all(&objects).unwrap();
         if empty {
             fs::create_dir(&objects).unwrap();
@@ -322,7 +325,7 @@ fn a_store_on_overlayfs_has_link_farms() {
     rustix::mount::mount("overlay", &disk, "overlay", MountFlags::empty(), data.as_c_str()).unwrap();
     let store = Store::open(&disk.join("store"), "default").unwrap();
     let farm = store.tree_path(&record.digest).with_extension("shelf");
-    for kind in [Kind::Auto, Kind::Directory] {
+    for kind in [MountKind::Auto, MountKind::Directory] {
         assert!(shows(&scratch, &store, &record, kind), "{kind:?}");
         assert!(farm.exists() && damaged(&store).is_empty(), "{kind:?}");
     }
@@ -330,7 +333,7 @@ fn a_store_on_overlayfs_has_link_farms() {
     let meta = farm.join("meta.erofs");
     fs::copy(&meta, farm.join("copy")).unwrap();
     fs::rename(farm.join("copy"), &meta).unwrap();
-    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    assert!(shows(&scratch, &store, &record, MountKind::Auto));
     mount::mount(&store, &record, &at, &Options::default()).unwrap();
     assert_eq!(fs::read(at.join("7")).unwrap(), noise(7, 500));
     store.remove("x").unwrap();
@@ -367,7 +370,7 @@ fn a_killed_mount_leaves_a_complete_link_farm_or_none() {
             none += 1;
         }
         if round % 10 == 0 {
-            assert!(shows(&scratch, &store, &record, Kind::Auto));
+            assert!(shows(&scratch, &store, &record, MountKind::Auto));
         } else {
             mount::mount(&store, &record, &at, &Options::default()).unwrap();
             umount(&at);
@@ -398,7 +401,7 @@ fn an_image_without_a_link_farm_is_mounted() {
     let (at, farm) = (scratch.dir("mnt"), store.tree_path(&record.digest).with_extension("shelf"));
     let changed = Options { upper: Some(upper), ..Options::default() };
     let read = |at: &Path| [fs::read(at.join("file")).unwrap(), fs::read(at.join("more")).unwrap()];
-    for kind in [Kind::Auto, Kind::Directory] {
+    for kind in [MountKind::Auto, MountKind::Directory] {
         assert!(shows(&scratch, &store, &record, kind));
         assert!(!farm.exists());
     }
@@ -406,7 +409,7 @@ fn an_image_without_a_link_farm_is_mounted() {
     let changed_at = || fs::metadata(&before).map(|meta| (meta.ctime(), meta.ctime_nsec())).unwrap();
     let tried_at = changed_at();
     std::thread::sleep(Duration::from_millis(20));
-    for kind in [Kind::Auto, Kind::Directory] {
+    for kind in [MountKind::Auto, MountKind::Directory] {
         assert!(shows(&scratch, &store, &record, kind));
     }
     assert_eq!(changed_at(), tried_at, "no mount tries what it knows to fail");

@@ -3,7 +3,7 @@
 use crate::common::{build_dir, damaged};
 use crate::fixture::{Fixture, alone, by, noise, sample, umount};
 use pagefold_image::digest::Digest;
-use pagefold_image::mount::Kind;
+use pagefold_image::mount::MountKind;
 use pagefold_image::{gc, mount, mounts};
 use rustix::fs::XattrFlags;
 use std::fs;
@@ -27,7 +27,7 @@ fn concurrent_first_mounts_show_the_whole_tree() {
                 let (store, record, start) = (&store, &record, &start);
                 scope.spawn(move || {
                     start.wait();
-                    let options = by(Kind::Directory);
+                    let options = by(MountKind::Directory);
                     mount::mount(store, record, at, &options).unwrap();
                     assert_eq!(fs::read(at.join("49")).unwrap(), noise(49, 1000));
                     assert_eq!(fs::read(at.join("round")).unwrap(), noise(round, 1000));
@@ -48,7 +48,7 @@ fn a_metadata_directory_is_removed_in_one_step() {
     let Some(Fixture { scratch: _scratch, tree, at, store }) = Fixture::new() else { return };
     fs::create_dir(tree.join("sub")).unwrap();
     fs::write(tree.join("sub/file"), noise(9, 5000)).unwrap();
-    let options = by(Kind::Directory);
+    let options = by(MountKind::Directory);
     let show = || {
         let record = build_dir(&store, "x", &tree).unwrap();
         mount::mount(&store, &record, &at, &options).unwrap();
@@ -107,7 +107,7 @@ fn damage_of_a_metadata_directory_is_found() {
         },
     ];
     for (number, spoil) in spoil.iter().enumerate() {
-        mount::mount(&store, &record, &at, &by(Kind::Directory)).unwrap();
+        mount::mount(&store, &record, &at, &by(MountKind::Directory)).unwrap();
         umount(&at);
         assert!(damaged(&store).is_empty());
         spoil();

@@ -4,10 +4,10 @@ use crate::common::build_dir;
 use crate::fixture::{Fixture, Scratch, by, noise, sample, umount};
 use pagefold_image::build::Omissions;
 use pagefold_image::digest::Digest;
-use pagefold_image::mount::{Kind, Options};
+use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
-use pagefold_image::tree::{Data, Inode, Kind as FileKind, Meta, Tree};
+use pagefold_image::tree::{Data, FileKind, Inode, Meta, Tree};
 use pagefold_image::{Error, build, export, mount};
 use rustix::fs::XattrFlags;
 use rustix::mount::MountFlags;
@@ -23,10 +23,10 @@ fn every_kind_of_mount_shows_the_same_tree() {
     sample(&tree);
     let record = build_dir(&store, "all", &tree).unwrap();
     assert!(record.notes.is_empty(), "{:?}", record.notes);
-    for kind in [Kind::Auto, Kind::Erofs, Kind::Loop, Kind::Directory] {
+    for kind in [MountKind::Auto, MountKind::Erofs, MountKind::Loop, MountKind::Directory] {
         let options = by(kind);
         match mount::mount(&store, &record, &at, &options) {
-            Err(error) if kind == Kind::Loop => {
+            Err(error) if kind == MountKind::Loop => {
                 println!("SKIPPED: loop: {error}");
                 continue;
             }
@@ -163,7 +163,7 @@ fn a_self_contained_image_carries_data_and_fingerprints() {
     let read = build::from_directory(&build, &at, Default::default(), &mut notes, &Progress::silent()).unwrap();
     assert_eq!(build.publish("x", &read, "t", Default::default(), vec![]).unwrap().digest, record.digest);
     rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();
-    match mount::mount(&store, &record, &at, &by(Kind::Native)) {
+    match mount::mount(&store, &record, &at, &by(MountKind::Native)) {
         Ok(_) => assert_eq!(fs::read(at.join("bin/same")).unwrap(), noise(1, 300_000)),
         Err(error) => println!("SKIPPED: native mount: {error}"),
     }
@@ -177,11 +177,11 @@ fn a_store_works_at_any_depth() {
     let deep = "d".repeat(240);
     let store = Store::open(&scratch.dir(&deep).join("store"), "default").unwrap();
     let record = build_dir(&store, "x", &tree).unwrap();
-    for kind in [Kind::Auto, Kind::Erofs, Kind::Loop, Kind::Directory] {
+    for kind in [MountKind::Auto, MountKind::Erofs, MountKind::Loop, MountKind::Directory] {
         for upper in [None, Some(scratch.dir(&format!("{deep}/{kind:?}/{deep}")))] {
             let written = upper.is_some();
             match mount::mount(&store, &record, &at, &Options { kind, upper, ..Options::default() }) {
-                Err(error) if kind == Kind::Loop && error.to_string().contains("loop device") => {
+                Err(error) if kind == MountKind::Loop && error.to_string().contains("loop device") => {
                     println!("SKIPPED: loop: {error}");
                     continue;
                 }
@@ -192,7 +192,7 @@ fn a_store_works_at_any_depth() {
             umount(&at);
         }
     }
-    let error = mount::mount(&store, &record, &at, &by(Kind::Native)).unwrap_err();
+    let error = mount::mount(&store, &record, &at, &by(MountKind::Native)).unwrap_err();
     assert!(error.to_string().contains("too long for a native mount"), "{error}");
 }
 
@@ -218,7 +218,7 @@ fn a_default_acl_of_the_store_directory_does_not_reach_the_image() {
     let store = Store::open(&root, "default").unwrap();
     let record = build_dir(&store, "x", &tree).unwrap();
     for upper in [None, Some(upper)] {
-        let options = Options { kind: Kind::Directory, upper, ..Options::default() };
+        let options = Options { kind: MountKind::Directory, upper, ..Options::default() };
         mount::mount(&store, &record, &at, &options).unwrap();
         let again = Store::open(&scratch.dir("again"), "default").unwrap();
         assert_eq!(build_dir(&again, "x", &at).unwrap().digest, record.digest);
@@ -241,7 +241,7 @@ fn more_hard_links_than_a_file_system_allows_are_mounted_as_files() {
         tree.link(0, format!("{number}").as_bytes(), file).unwrap();
     }
     let record = build.publish("x", &tree, "test", Default::default(), vec![]).unwrap();
-    let options = by(Kind::Directory);
+    let options = by(MountKind::Directory);
     let mounted = mount::mount(&store, &record, &at, &options).unwrap();
     assert_eq!(fs::read_dir(&at).unwrap().count(), 65_100);
     for number in [0, 64_999, 65_000, 65_099] {

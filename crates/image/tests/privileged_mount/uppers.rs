@@ -2,9 +2,9 @@
 
 use crate::fixture::{Fixture, by, umount};
 use pagefold_image::build::{Omissions, upper};
-use pagefold_image::mount::Kind;
+use pagefold_image::mount::MountKind;
 use pagefold_image::mount::layers::{self, Naming, upper_in_use};
-use pagefold_image::store::Record;
+use pagefold_image::store::ImageRecord;
 use pagefold_image::{Result, mount};
 use rustix::fs::XattrFlags;
 use std::fs;
@@ -15,7 +15,7 @@ use std::process::Command;
 /// An image, and a mount of it as a container engine makes one, with the changes in `changes/fs`.
 struct Container {
     fixture: Fixture,
-    record: Record,
+    record: ImageRecord,
     metadata: PathBuf,
     changes: PathBuf,
 }
@@ -63,7 +63,7 @@ impl Container {
     }
 
     /// Publishes the tree of the changes as image `y`.
-    fn commit(&self, options: upper::Options) -> Result<Record> {
+    fn commit(&self, options: upper::Options) -> Result<ImageRecord> {
         let store = &self.fixture.store;
         let build = store.build()?;
         let parent = store.tree(&self.record.digest)?;
@@ -134,7 +134,7 @@ fn changes_with_metacopy_and_redirects_are_what_the_mount_showed() {
         let options = upper::Options { follow_redirects: true, copy: false };
         let record = container.commit(options).unwrap();
         upper::release(&container.upper()).unwrap();
-        mount::mount(&container.fixture.store, &record, at, &by(Kind::Auto)).unwrap();
+        mount::mount(&container.fixture.store, &record, at, &by(MountKind::Auto)).unwrap();
         assert_eq!(contents(at), expected);
         assert_eq!(["top", "c/file"].map(|name| fs::metadata(at.join(name)).unwrap().nlink()), [2, 1]);
         umount(at);
@@ -161,7 +161,7 @@ fn redirects_of_archives_are_not_followed() {
     let [dir, file] = ["stolen", "file"].map(|name| tree.find(name.as_bytes()).unwrap());
     assert_eq!(tree.children(dir).count(), 0);
     let at = &container.fixture.at;
-    mount::mount(store, &record, at, &by(Kind::Auto)).unwrap();
+    mount::mount(store, &record, at, &by(MountKind::Auto)).unwrap();
     assert_eq!(fs::read(at.join("file")).unwrap(), [7; 5000]);
     umount(at);
     assert!(tree.inode(file).meta.xattrs.is_empty() && tree.inode(dir).meta.xattrs.is_empty());

@@ -6,7 +6,7 @@ use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
 use pagefold_image::digest::Digest;
 use pagefold_image::progress::Progress;
-use pagefold_image::tree::{Inode, Kind, Meta, Tree};
+use pagefold_image::tree::{FileKind, Inode, Meta, Tree};
 use pagefold_image::{Result, export, oci};
 use std::fs;
 use std::path::PathBuf;
@@ -126,10 +126,10 @@ fn the_export_of_a_deep_tree_is_built_again() {
     let Fixture { dir: _dir, store, .. } = Fixture::new();
     let mut tree = Tree::default();
     let inode = |kind| Inode { meta: Meta { mode: 0o755, ..Meta::default() }, kind };
-    tree.put(&[&b"d/".repeat(2000)[..], b"f"].concat(), inode(Kind::Fifo)).unwrap();
+    tree.put(&[&b"d/".repeat(2000)[..], b"f"].concat(), inode(FileKind::Fifo)).unwrap();
     for number in 0..100 {
         let path = [&b"d/".repeat(1900)[..], format!("{number}").as_bytes()].concat();
-        tree.put(&path, inode(Kind::Dir(Default::default()))).unwrap();
+        tree.put(&path, inode(FileKind::Dir(Default::default()))).unwrap();
     }
     let record = store.build().unwrap().publish("deep", &tree, "test", Default::default(), vec![]).unwrap();
     let mut tar = Vec::new();

@@ -4,7 +4,7 @@ use crate::common::build_dir;
 use crate::fixture::{Fixture, collect, sample};
 use pagefold_image::digest::Digest;
 use pagefold_image::progress::Progress;
-use pagefold_image::tree::{Data, Inode, Kind, Meta, Tree};
+use pagefold_image::tree::{Data, FileKind, Inode, Meta, Tree};
 use pagefold_image::{Result, export, gc, stat};
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -123,7 +123,7 @@ fn readers_lose_nothing_to_the_collector() {
         for file in 0..20u32 {
             let bytes: Vec<u8> =
                 (0..20_000u32).flat_map(|i| (i ^ (round << 20) ^ (file << 16)).to_le_bytes()).collect();
-            let kind = Kind::File(build.put_bytes(&bytes).unwrap());
+            let kind = FileKind::File(build.put_bytes(&bytes).unwrap());
             tree.put(format!("{file}").as_bytes(), Inode { meta: Meta::default(), kind }).unwrap();
         }
         build.publish("x", &tree, "test", Default::default(), vec![]).unwrap();
@@ -186,7 +186,7 @@ fn the_collector_removes_only_unused_files() {
     drop(tree_one);
     let mut tree = Tree::default();
     for (name, data) in [(&b"a"[..], kept), (b"b", Data::Object(own, size))] {
-        tree.put(name, Inode { meta: Meta::default(), kind: Kind::File(data) }).unwrap();
+        tree.put(name, Inode { meta: Meta::default(), kind: FileKind::File(data) }).unwrap();
     }
     build.publish("three", &tree, "t", Default::default(), vec![]).unwrap();
     drop(build);
@@ -253,7 +253,7 @@ fn a_staged_link_farm_is_counted_without_the_blocks_of_its_objects() {
     let (build, mut tree) = (store.build().unwrap(), Tree::default());
     let bytes = vec![9; 4 << 20];
     let data = build.put_bytes(&bytes).unwrap();
-    tree.put(b"file", Inode { meta: Meta::default(), kind: Kind::File(data) }).unwrap();
+    tree.put(b"file", Inode { meta: Meta::default(), kind: FileKind::File(data) }).unwrap();
     build.publish("x", &tree, "test", Default::default(), vec![]).unwrap();
     drop(build);
     let board = store.root().join("domains/default/staging/dead/shelf/objects/0");

@@ -2,7 +2,7 @@
 
 use pagefold_image::digest::Digest;
 use pagefold_image::erofs;
-use pagefold_image::tree::{Data, Inode, Kind, Meta, Tree};
+use pagefold_image::tree::{Data, FileKind, Inode, Meta, Tree};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -15,13 +15,13 @@ fn any_tree() -> impl Strategy<Value = Tree> {
         (any::<[u8; 32]>(), 65u64..1 << 43).prop_map(|(raw, size)| Data::Object(Digest(raw), size)),
     ];
     let kind = prop_oneof![
-        4 => data.prop_map(Kind::File),
-        2 => Just(Kind::Dir(BTreeMap::new())),
-        1 => proptest::collection::vec(1u8.., 1..4090).prop_map(|target| Kind::Symlink(target.into())),
-        1 => (0u32..1 << 12, 1u32..1 << 20).prop_map(|(major, minor)| Kind::Char(major, minor)),
-        1 => (0u32..1 << 12, 0u32..1 << 20).prop_map(|(major, minor)| Kind::Block(major, minor)),
-        1 => Just(Kind::Fifo),
-        1 => Just(Kind::Socket),
+        4 => data.prop_map(FileKind::File),
+        2 => Just(FileKind::Dir(BTreeMap::new())),
+        1 => proptest::collection::vec(1u8.., 1..4090).prop_map(|target| FileKind::Symlink(target.into())),
+        1 => (0u32..1 << 12, 1u32..1 << 20).prop_map(|(major, minor)| FileKind::Char(major, minor)),
+        1 => (0u32..1 << 12, 0u32..1 << 20).prop_map(|(major, minor)| FileKind::Block(major, minor)),
+        1 => Just(FileKind::Fifo),
+        1 => Just(FileKind::Socket),
     ];
     let xattrs = proptest::collection::btree_map(
         proptest::collection::vec(1u8.., 1..30).prop_map(|rest| [b"user.", &rest[..]].concat().into_boxed_slice()),
@@ -44,7 +44,7 @@ fn any_tree() -> impl Strategy<Value = Tree> {
                 tree.link(dir, &name, id).unwrap();
                 continue;
             }
-            let is_dir = matches!(kind, Kind::Dir(_));
+            let is_dir = matches!(kind, FileKind::Dir(_));
             let id = tree.add(Inode { meta, kind });
             tree.link(dir, &name, id).unwrap();
             if is_dir { dirs.push(id) } else { files.push(id) }
@@ -58,8 +58,8 @@ fn flatten(tree: &Tree) -> Vec<(Vec<u8>, Option<Inode>, u32)> {
     let mut all = Vec::new();
     tree.walk(|path, id| {
         let mut inode = tree.inode(id).clone();
-        let links = if matches!(inode.kind, Kind::Dir(_)) { 0 } else { names[id as usize] };
-        if let Kind::Dir(names) = &mut inode.kind {
+        let links = if matches!(inode.kind, FileKind::Dir(_)) { 0 } else { names[id as usize] };
+        if let FileKind::Dir(names) = &mut inode.kind {
             names.clear();
         }
         all.push((path.to_vec(), Some(inode), links));

@@ -5,8 +5,8 @@ use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
 use pagefold_image::export;
 use pagefold_image::progress::Progress;
-use pagefold_image::store::{Record, Store};
-use pagefold_image::tree::{Data, Kind, Tree};
+use pagefold_image::store::{ImageRecord, Store};
+use pagefold_image::tree::{Data, FileKind, Tree};
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
@@ -43,7 +43,7 @@ fn sample(dir: &Path) {
     );
 }
 
-fn build(store: &Store, name: &str, archive: &Path) -> Record {
+fn build(store: &Store, name: &str, archive: &Path) -> ImageRecord {
     let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
     let file = File::open(archive).unwrap();
     apply_tar(&build, &mut tree, file, false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
@@ -95,7 +95,7 @@ fn all_forms_of_sparse_files_are_one_image_and_go_back() {
     let layout = dir.path().join("layout");
     let mut small = Tree::default();
     let inode = read.inode(read.clone().find(b"begin").unwrap()).clone();
-    assert!(matches!(inode.kind, Kind::File(Data::Object(_, 3_000_000))));
+    assert!(matches!(inode.kind, FileKind::File(Data::Object(_, 3_000_000))));
     small.put(b"begin", inode).unwrap();
     export::oci(&store, &plain, &small, &layout, &Progress::silent()).unwrap();
     let layer =

@@ -6,7 +6,7 @@
 //! a reader with a stale number detects that by the version and needs no epoch.
 
 use super::NODE_LINES;
-use crate::line_memory::{LINE_BYTES, Memory};
+use crate::line_memory::{LINE_BYTES, LineMemory};
 use crate::primitive::{AtomicU64, Ordering};
 
 /// Nodes in a chunk: 2 MiB of them.
@@ -47,7 +47,7 @@ impl Chunk {
 
 pub(super) struct Pool {
     /// The nodes, followed by one word per chunk.
-    pub(super) memory: Memory,
+    pub(super) memory: LineMemory,
     chunk_count: u64,
     /// Chunks ever used.
     chunks_touched: AtomicU64,
@@ -60,7 +60,7 @@ pub(super) struct Pool {
 
 impl Pool {
     pub(super) fn new(chunk_count: u64, huge: bool) -> std::io::Result<Self> {
-        let memory = Memory::reserve(chunk_count * CHUNK_NODES * NODE_LINES + chunk_count.div_ceil(8), huge)?;
+        let memory = LineMemory::reserve(chunk_count * CHUNK_NODES * NODE_LINES + chunk_count.div_ceil(8), huge)?;
         let pool = Self {
             memory,
             chunk_count,

@@ -5,7 +5,7 @@
 //! node now, they restart at the bucket.
 
 use super::sync_points::{Point, sync_here};
-use super::word::{self, Control, State, VALUE_BITS, VALUE_MAX};
+use super::word::{self, Control, SlotState, VALUE_BITS, VALUE_MAX};
 use super::{Full, SdTree, grow, header};
 use crate::epoch;
 use crate::primitive::{Ordering, spin_hint};
@@ -114,7 +114,7 @@ impl SdTree {
                 }
                 return Next::Again;
             };
-            let claimed = control.set_state(slot, State::Claimed).without(Control::PENDING).next_version();
+            let claimed = control.set_state(slot, SlotState::Claimed).without(Control::PENDING).next_version();
             if !self.memory.change(line, control, claimed) {
                 return Next::Again;
             }
@@ -141,7 +141,7 @@ impl SdTree {
     ) -> Commit {
         let mut control = claimed;
         loop {
-            if self.memory.change(line, control, control.set_state(slot, State::Leaf).next_version()) {
+            if self.memory.change(line, control, control.set_state(slot, SlotState::Leaf).next_version()) {
                 return Commit::Done;
             }
             control = self.memory.load_control(line);
@@ -175,7 +175,7 @@ impl SdTree {
             if control.has(Control::FROZEN) {
                 return;
             }
-            if self.memory.change(line, control, control.set_state(slot, State::Free).next_version()) {
+            if self.memory.change(line, control, control.set_state(slot, SlotState::Free).next_version()) {
                 return;
             }
         }
@@ -195,7 +195,7 @@ impl SdTree {
     pub fn remove(&self, fingerprint: u64, expected: u64) -> bool {
         let _pin = epoch::pin();
         let removed = self.with_leaf(fingerprint, expected, |&Node { line, control, .. }, slot| {
-            self.memory.change(line, control, control.set_state(slot, State::Free).next_version()).then_some(())
+            self.memory.change(line, control, control.set_state(slot, SlotState::Free).next_version()).then_some(())
         });
         if removed.is_some() {
             self.count_removals(1);
@@ -216,13 +216,13 @@ impl SdTree {
             let Some(fresh) = control.free_slot() else {
                 return self.start_move(line, control, depth).err().map(|Full| false);
             };
-            let claimed = control.set_state(fresh, State::Claimed).next_version();
+            let claimed = control.set_state(fresh, SlotState::Claimed).next_version();
             if !self.memory.change(line, control, claimed) {
                 return None;
             }
             // The new leaf stores bits of the whole fingerprint, which may be more than the old leaf knew.
             self.memory.slot(line, fresh).store(word::leaf(fingerprint, level, new_value), Ordering::Release);
-            let swapped = claimed.set_state(fresh, State::Leaf).set_state(slot, State::Free).next_version();
+            let swapped = claimed.set_state(fresh, SlotState::Leaf).set_state(slot, SlotState::Free).next_version();
             if self.memory.change(line, claimed, swapped) {
                 return Some(true);
             }

@@ -1,7 +1,7 @@
 //! Children: splitting a full node, and the life of a child's line.
 
 use super::sync_points::{Point, sync_here};
-use super::word::{self, Control, SLOTS, State};
+use super::word::{self, Control, SLOTS, SlotState};
 use super::{DEPTH_MAX, Full, SdTree, header};
 use crate::epoch;
 use crate::primitive::Ordering;
@@ -38,7 +38,7 @@ impl SdTree {
         }
         let mut halves: [(usize, Option<usize>); 2] = [(0, None); 2];
         for slot in 0..SLOTS {
-            if control.state(slot) != State::Leaf {
+            if control.state(slot) != SlotState::Leaf {
                 continue;
             }
             let word = self.memory.slot(line, slot).load(Ordering::Acquire);
@@ -74,12 +74,12 @@ impl SdTree {
     /// every thread that was pinned at the split has unpinned: no late helper can mistake it.
     pub(super) fn finish_move(&self, line: u64, control: Control) {
         let (half, link_slot) = control.moving();
-        let mut next = control.without(Control::MOVING).set_state(link_slot, State::Link).next_version();
+        let mut next = control.without(Control::MOVING).set_state(link_slot, SlotState::Link).next_version();
         let mut leaves = [0; SLOTS];
         let mut count = 0;
         let first = self.memory.slot(line, link_slot).load(Ordering::Acquire);
         for slot in 0..SLOTS {
-            if control.state(slot) != State::Leaf {
+            if control.state(slot) != SlotState::Leaf {
                 continue;
             }
             let word = if slot == link_slot { first } else { self.memory.slot(line, slot).load(Ordering::Acquire) };
@@ -87,7 +87,7 @@ impl SdTree {
                 continue;
             }
             if slot != link_slot {
-                next = next.set_state(slot, State::Free);
+                next = next.set_state(slot, SlotState::Free);
             }
             // A leaf without known bits is never in a moving half; it can only seem so if the node has changed meanwhile.
             if word::known_bits(word) > 0 {
@@ -103,7 +103,7 @@ impl SdTree {
             let mut states = self.memory.load_control(child).reborn();
             for (slot, leaf) in leaves[..count].iter().enumerate() {
                 self.memory.slot(child, slot).store(*leaf, Ordering::Release);
-                states = states.set_state(slot, State::Leaf);
+                states = states.set_state(slot, SlotState::Leaf);
             }
             self.memory.control(child).store(states.0, Ordering::Release);
             let link = self.memory.slot(line, link_slot);
@@ -197,7 +197,7 @@ impl SdTree {
             if word::value(link) != child {
                 return;
             }
-            let cut = control.set_state(slot, State::Free).set_link(half, None).next_version();
+            let cut = control.set_state(slot, SlotState::Free).set_link(half, None).next_version();
             if self.memory.change(parent, control, cut) {
                 self.retire_child(child);
                 return;

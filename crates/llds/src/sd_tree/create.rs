@@ -10,7 +10,7 @@ use super::{
 };
 #[cfg(not(loom))]
 use crate::line_memory::LINE_BYTES;
-use crate::line_memory::Memory;
+use crate::line_memory::LineMemory;
 use crate::primitive::Ordering;
 use std::io;
 
@@ -49,7 +49,7 @@ impl SdTree {
         let (first_bits, ahead) = Self::geometry(capacity as u64, load_tenths);
         let mut max_bits = (first_bits + DOUBLINGS_MAX).min(BITS_MAX);
         loop {
-            match Memory::reserve(Self::line_count(max_bits), huge) {
+            match LineMemory::reserve(Self::line_count(max_bits), huge) {
                 Ok(memory) => return Ok(Self { memory, first_bits, ahead, max_bits, load_tenths }.format()),
                 // A limit on address space: reserve less, grow less.
                 Err(_) if max_bits > first_bits + 1 => max_bits -= 1,
@@ -77,7 +77,7 @@ impl SdTree {
         if unsafe { libc::ftruncate(file.as_raw_fd(), (lines as usize * LINE_BYTES) as libc::off_t) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        Ok(Self { memory: Memory::map(file, lines)?, first_bits, ahead, max_bits, load_tenths }.format())
+        Ok(Self { memory: LineMemory::map(file, lines)?, first_bits, ahead, max_bits, load_tenths }.format())
     }
 
     /// Opens the tree that [`SdTree::create_in`] made in this file, at any address.
@@ -102,7 +102,7 @@ impl SdTree {
         if lines < 1 << FIRST_BITS_MIN {
             return Err(refuse("it is too short"));
         }
-        let memory = Memory::map(file, lines)?;
+        let memory = LineMemory::map(file, lines)?;
         if memory.word(header::HEAD, 0).load(Ordering::Acquire) != MAGIC {
             return Err(refuse("another version, or not a tree"));
         }

@@ -4,7 +4,7 @@
 //! are moved by a helper that finds none left to claim, so no thread waits for another.
 
 use super::sync_points::{Point, sync_here};
-use super::word::{self, Control, SLOTS, State};
+use super::word::{self, Control, SLOTS, SlotState};
 use super::{DOUBLINGS_MAX, SECTION_BITS, SECTIONS, SdTree, header};
 use crate::epoch;
 use crate::primitive::{AtomicU64, Ordering};
@@ -257,7 +257,7 @@ impl SdTree {
                 *child = Some(link);
                 let frozen = self.freeze(link);
                 for (slot, word) in words.iter_mut().enumerate() {
-                    if matches!(frozen.state(slot), State::Leaf | State::Link) {
+                    if matches!(frozen.state(slot), SlotState::Leaf | SlotState::Link) {
                         *word = self.memory.slot(link, slot).load(Ordering::Acquire);
                         filled = filled.set_state(slot, frozen.state(slot));
                     }
@@ -267,11 +267,11 @@ impl SdTree {
                 }
             } else {
                 let mut count = 0;
-                for slot in (0..SLOTS).filter(|&slot| control.state(slot) == State::Leaf) {
+                for slot in (0..SLOTS).filter(|&slot| control.state(slot) == SlotState::Leaf) {
                     let word = self.memory.slot(line, slot).load(Ordering::Acquire);
                     if word::half(word) == half {
                         words[count] = word::down(word);
-                        filled = filled.set_state(count, State::Leaf);
+                        filled = filled.set_state(count, SlotState::Leaf);
                         count += 1;
                     }
                 }

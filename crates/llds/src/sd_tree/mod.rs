@@ -63,7 +63,7 @@ pub use search::Trace;
 pub use sweep::SweepCursor;
 pub use word::{VALUE_BITS, VALUE_MAX};
 
-use crate::line_memory::Memory;
+use crate::line_memory::LineMemory;
 use crate::primitive::Ordering;
 use word::{Control, SLOTS};
 
@@ -138,7 +138,7 @@ pub struct Full;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct SdTree {
-    memory: Memory,
+    memory: LineMemory,
     /// Leading bits of the smallest sections at the start.
     first_bits: u32,
     /// Sections that started with one bit more.
@@ -195,7 +195,7 @@ impl SdTree {
 }
 
 /// A node in its line.
-impl Memory {
+impl LineMemory {
     /// A node's control word.
     #[inline(always)]
     fn control(&self, line: u64) -> &crate::primitive::AtomicU64 {

@@ -1,6 +1,6 @@
 //! The sweep: removes dead leaves and empty children, a few buckets at a time.
 
-use super::word::{self, Control, SLOTS, State};
+use super::word::{self, Control, SLOTS, SlotState};
 use super::{SdTree, header};
 use crate::epoch;
 use crate::primitive::Ordering;
@@ -67,7 +67,7 @@ impl SdTree {
         for half in 0..2 {
             let control = self.memory.load_control(line);
             if let Some(slot) = control.link(half)
-                && control.state(slot) == State::Link
+                && control.state(slot) == SlotState::Link
             {
                 let link = self.memory.slot(line, slot).load(Ordering::Acquire);
                 if self.memory.load_control(line) == control {
@@ -87,7 +87,7 @@ impl SdTree {
         loop {
             let control = self.memory.load_control(line);
             // The leaf is being moved: the next pass meets it at its new place.
-            if control.has(Control::FROZEN | Control::MOVING) || control.state(slot) != State::Leaf {
+            if control.has(Control::FROZEN | Control::MOVING) || control.state(slot) != SlotState::Leaf {
                 return false;
             }
             let leaf = self.memory.slot(line, slot).load(Ordering::Acquire);
@@ -97,7 +97,7 @@ impl SdTree {
             if !word::is_leaf(leaf) || keep(word::value(leaf)) {
                 return false;
             }
-            if self.memory.change(line, control, control.set_state(slot, State::Free).next_version()) {
+            if self.memory.change(line, control, control.set_state(slot, SlotState::Free).next_version()) {
                 return true;
             }
         }

@@ -65,7 +65,7 @@ pub(super) fn down(leaf: u64) -> u64 {
 
 /// What a slot holds, two bits of the control word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum SlotState {
     /// Nothing. The thread that changes it to `Claimed` may write the slot.
     Free = 0,
     /// A leaf that one thread is writing; no other thread reads it.
@@ -127,16 +127,16 @@ impl Control {
         Self((self.next_version().0 >> VERSION_SHIFT) << VERSION_SHIFT | Self::READY)
     }
 
-    pub(super) fn state(self, slot: usize) -> State {
+    pub(super) fn state(self, slot: usize) -> SlotState {
         match self.0 >> slot & 1 | (self.0 >> (HIGH_SHIFT as usize + slot) & 1) << 1 {
-            0 => State::Free,
-            1 => State::Claimed,
-            2 => State::Leaf,
-            _ => State::Link,
+            0 => SlotState::Free,
+            1 => SlotState::Claimed,
+            2 => SlotState::Leaf,
+            _ => SlotState::Link,
         }
     }
 
-    pub(super) fn set_state(self, slot: usize, state: State) -> Self {
+    pub(super) fn set_state(self, slot: usize, state: SlotState) -> Self {
         let planes = 1 << slot | 1 << (HIGH_SHIFT as usize + slot);
         let state = state as u64;
         Self(self.0 & !planes | (state & 1) << slot | (state >> 1) << (HIGH_SHIFT as usize + slot))
@@ -155,7 +155,7 @@ impl Control {
 
     /// A slot that no thread is writing.
     pub(super) fn quiet_slot(self) -> Option<usize> {
-        (0..SLOTS).find(|&slot| self.state(slot) != State::Claimed)
+        (0..SLOTS).find(|&slot| self.state(slot) != SlotState::Claimed)
     }
 
     /// Tells that no slot holds or is about to hold anything.
@@ -180,7 +180,7 @@ impl Control {
         debug_assert!(self.has(Self::MOVING));
         for half in 0..2 {
             if let Some(slot) = self.link(half)
-                && self.state(slot) != State::Link
+                && self.state(slot) != SlotState::Link
             {
                 return (half, slot);
             }

@@ -9,7 +9,7 @@
 //! at a time: their sharers can then share with others again, and the books know them.
 
 use super::watch_stage::within;
-use super::{Domain, Entry, Member, Work};
+use super::{Domain, IndexEntry, Member, Work};
 use crate::client::{Gone, PoolMapping};
 use pagefold_os::sync::{lock, read};
 use pagefold_os::{PAGE_SIZE, Page, Range};
@@ -32,8 +32,8 @@ const WINDOW: u32 = 512;
 /// How far compaction is.
 #[derive(Debug, Default)]
 pub(super) struct Compaction {
-    from: Option<Place>,
-    /// With a place: clients' periods left for it. Without: those in a row in which the pool was wasteful.
+    from: Option<Emptied>,
+    /// While one is emptied: clients' periods left for it. Without: those in a row in which the pool was wasteful.
     periods: usize,
     /// Windows that were left as far as they could be.
     tried: BTreeSet<(u64, u32)>,
@@ -41,7 +41,7 @@ pub(super) struct Compaction {
 
 /// Where pages are moved away from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum Emptied {
     /// A retired segment.
     Segment(u32),
     /// Slots of a segment that is not ours: inode, number of the window.
@@ -51,13 +51,13 @@ enum Place {
 impl Domain {
     /// Moves the client's pages out of a segment that is being emptied, if there is one.
     pub(super) fn compact_pool(&self, work: &mut Work) -> Result<(), Gone> {
-        let Some(place) = self.place_to_leave(work) else { return Ok(()) };
-        let (inode, slots, may_show) = match place {
-            Place::Segment(segment) => {
+        let Some(emptied) = self.emptied(work) else { return Ok(()) };
+        let (inode, slots, may_show) = match emptied {
+            Emptied::Segment(segment) => {
                 let counts = work.table.counts();
                 (self.pool.segment_inode(segment), 0..SLOTS_PER_SEGMENT, counts.shared + counts.broken > 0)
             }
-            Place::Window(inode, window) => {
+            Emptied::Window(inode, window) => {
                 let shows = work.foreign.iter().any(|mapping| mapping.inode == inode);
                 (Some(inode), window * WINDOW..(window + 1) * WINDOW, shows)
             }
@@ -80,8 +80,8 @@ impl Domain {
         Ok(())
     }
 
-    /// The place that is being left; chooses one when it is time.
-    fn place_to_leave(&self, work: &Work) -> Option<Place> {
+    /// What is being emptied; chooses one when it is time.
+    fn emptied(&self, work: &Work) -> Option<Emptied> {
         let (clients, paused) = {
             let members = read(&self.members);
             let keeps =
@@ -91,16 +91,16 @@ impl Domain {
         let mut compaction = lock(&self.compaction);
         if let Some(from) = compaction.from {
             let is_there = match from {
-                Place::Segment(segment) => self.pool.segment_inode(segment).is_some(),
-                Place::Window(..) => true,
+                Emptied::Segment(segment) => self.pool.segment_inode(segment).is_some(),
+                Emptied::Window(..) => true,
             };
             if is_there && compaction.periods > 0 {
                 compaction.periods -= 1;
                 return Some(from);
             }
             match from {
-                Place::Segment(segment) => self.keep(segment),
-                Place::Window(inode, window) => {
+                Emptied::Segment(segment) => self.keep(segment),
+                Emptied::Window(inode, window) => {
                     compaction.tried.insert((inode, window));
                 }
             }
@@ -117,13 +117,13 @@ impl Domain {
             Some(segment) if compaction.periods > WASTEFUL_PERIODS * clients => {
                 self.pool.retire(segment);
                 compaction.periods = EMPTYING_PERIODS * clients;
-                Some(Place::Segment(segment))
+                Some(Emptied::Segment(segment))
             }
             _ => {
                 let window = windows(&work.foreign).find(|window| !compaction.tried.contains(window));
                 window.map(|(inode, window)| {
                     compaction.periods = WINDOW_PERIODS * clients;
-                    Place::Window(inode, window)
+                    Emptied::Window(inode, window)
                 })
             }
         };
@@ -141,23 +141,23 @@ impl Domain {
 
     /// Has the index lead to `slot` for pages that equal `page`, its content. Returns what the owner of a candidate with that
     /// content is to be told.
-    pub(super) fn offer(&self, slot: Slot, page: &Page) -> Option<(Entry, Option<Slot>)> {
+    pub(super) fn offer(&self, slot: Slot, page: &Page) -> Option<(IndexEntry, Option<Slot>)> {
         self.offer_as(self.key.fingerprint(page), slot)
     }
 
     /// The same by the fingerprint of the content.
-    pub(super) fn offer_as(&self, fingerprint: Fingerprint, slot: Slot) -> Option<(Entry, Option<Slot>)> {
-        let mine = Entry::Slot(slot).value();
+    pub(super) fn offer_as(&self, fingerprint: Fingerprint, slot: Slot) -> Option<(IndexEntry, Option<Slot>)> {
+        let mine = IndexEntry::Slot(slot).value();
         // Where the index is full, this slot gets no new sharers.
         let Ok(Some(found)) = self.index.get_or_insert(fingerprint, mine) else { return None };
-        match Entry::from_value(found) {
-            Entry::Slot(other) => {
+        match IndexEntry::from_value(found) {
+            IndexEntry::Slot(other) => {
                 if other != slot {
                     self.note_unlisted(fingerprint, slot);
                 }
                 None
             }
-            entry @ Entry::Candidate { .. } => {
+            entry @ IndexEntry::Candidate { .. } => {
                 self.index.replace(fingerprint, found, mine).then_some((entry, Some(slot)))
             }
         }

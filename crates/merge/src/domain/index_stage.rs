@@ -6,10 +6,10 @@
 //! fingerprinted and looked up; a hit on another candidate makes a slot for
 //! both, in the order in which neighbours match, so that runs stay runs.
 
-use super::{Domain, Entry, Work, remap};
+use super::{Domain, IndexEntry, Work, remap};
 use crate::client::{FETCH_PAGES_MAX, Gone};
-use crate::page::State;
-use crate::plan::{self, Run, TargetSlot};
+use crate::page::PageState;
+use crate::plan::{self, PageRun, TargetSlot};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Huge};
 use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Page, Range, sched};
@@ -92,14 +92,14 @@ impl Domain {
 
     /// Tries to merge `run` with the slots after the one its neighbour shows; returns the pages merged from its start.
     fn predict(&self, work: &mut Work, run: Range) -> Result<u64, Gone> {
-        let State::Shared(before) = work.table.state(run.start.wrapping_sub(PAGE)) else { return Ok(0) };
+        let PageState::Shared(before) = work.table.state(run.start.wrapping_sub(PAGE)) else { return Ok(0) };
         let next = Slot::from_number(before.number() + 1);
         if next.segment() != before.segment() || self.ends_copies(before) {
             return Ok(0);
         }
         // A wrong guess freezes pages in vain. Runs have long tails: one that is this long already may become twice as long.
         let shows = |back: u64| match work.table.state(run.start.wrapping_sub(back * PAGE)) {
-            State::Shared(slot) => u64::from(slot.number()) + back == u64::from(next.number()),
+            PageState::Shared(slot) => u64::from(slot.number()) + back == u64::from(next.number()),
             _ => false,
         };
         let behind = (1..=PREDICT_MAX).take_while(|back| shows(*back)).count() as u64;
@@ -115,7 +115,7 @@ impl Domain {
         if pages < PREDICT_MIN {
             return Ok(0);
         }
-        let guess = Run { range: Range::pages_from(run.start, pages), target: Some(next) };
+        let guess = PageRun { range: Range::pages_from(run.start, pages), target: Some(next) };
         let merged = self.merge_predicted(work, guess)?;
         self.count(|c| &c.pages_predicted, merged);
         Ok(merged)
@@ -146,16 +146,16 @@ impl Domain {
         let mut looked: Vec<Looked> = Vec::with_capacity(pages.len());
         for (index, addr) in addrs().enumerate() {
             let Some((chunk, page)) = work.table.find_mut(addr) else { continue };
-            let State::Candidate { backoff, .. } = chunk.state(page) else { continue };
+            let PageState::Candidate { backoff, .. } = chunk.state(page) else { continue };
             if !readable[index] {
-                chunk.set(page, State::Unknown);
+                chunk.set(page, PageState::Unknown);
                 continue;
             }
-            chunk.set(page, State::Candidate { indexed: true, backoff });
+            chunk.set(page, PageState::Candidate { indexed: true, backoff });
             if is_zero(&pages[index]) {
                 targets.push((addr, None));
             } else {
-                let me = Entry::Candidate { chunk: chunk.id, page: page as u32 };
+                let me = IndexEntry::Candidate { chunk: chunk.id, page: page as u32 };
                 pairs.push((self.key.fingerprint(&pages[index]), me.value()));
                 looked.push(Looked { addr, index, failed: backoff > 0 });
             }
@@ -170,7 +170,7 @@ impl Domain {
         for (place, found) in existing.iter().enumerate() {
             let Looked { addr, index, failed } = looked[place];
             let (fingerprint, mine) = pairs[place];
-            match found.map(Entry::from_value) {
+            match found.map(IndexEntry::from_value) {
                 None => {}
                 Some(entry) if entry.value() == mine => {}
                 // What the entry stands for is gone or changed: it becomes ours, unless a twin of ours was quicker.
@@ -182,8 +182,8 @@ impl Domain {
                 }
                 // The index tells contents apart by some thirty bits. A page of another content than the slot's would be frozen
                 // and compared in vain for ever: it stays as it is until it is written.
-                Some(Entry::Slot(slot)) if failed && self.shows_another(slot, &pages[index]) => {}
-                Some(Entry::Slot(slot)) => targets.push((addr, Some(slot))),
+                Some(IndexEntry::Slot(slot)) if failed && self.shows_another(slot, &pages[index]) => {}
+                Some(IndexEntry::Slot(slot)) => targets.push((addr, Some(slot))),
                 Some(entry) => twins.push(Twin { addr, index, fingerprint, entry, mine }),
             }
         }
@@ -196,7 +196,7 @@ impl Domain {
         // A long run that reaches the end of the batch will go on by prediction, if the slots after it exist: those that this
         // very batch published have none behind them yet.
         let last = ranges.last().map(|range| range.end);
-        let follows = |run: &Run| {
+        let follows = |run: &PageRun| {
             let next = run.target_at(run.range.pages()).filter(|_| run.range.pages() >= FOLLOWED_MIN);
             next.is_some_and(|next| next.index() != 0 && u64::from(self.pool.published_from(next)) >= PREDICT_MIN)
         };
@@ -204,10 +204,10 @@ impl Domain {
         let repeats = matches!(&runs[..], [.., before, last] if before.target == last.target && last.target.is_some());
         let goes_on = !repeats && runs.last().is_some_and(|run| Some(run.range.end) == last && follows(run));
         work.block = if goes_on { BLOCK_MIN } else { (work.block * 2).min(FETCH_PAGES_MAX) };
-        let at_once = |run: &Run| {
+        let at_once = |run: &PageRun| {
             run.target.is_none() || run.range.pages() >= RUN_AT_ONCE || goes_on && Some(run.range.end) == last
         };
-        let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(at_once);
+        let (now, later): (Vec<PageRun>, Vec<PageRun>) = runs.into_iter().partition(at_once);
         work.defer(later);
         let now = self.within_budget(work, now);
         self.merge(work, &now).map(drop)
@@ -218,10 +218,10 @@ impl Domain {
     }
 
     /// Returns true for an entry of a slot that was released, or of a page that changed or is gone.
-    fn is_stale(&self, entry: Entry) -> bool {
+    fn is_stale(&self, entry: IndexEntry) -> bool {
         match entry {
-            Entry::Slot(slot) => self.pool.published_from(slot) == 0,
-            Entry::Candidate { chunk, page } => !super::read(&self.chunks).is_indexed(chunk, page),
+            IndexEntry::Slot(slot) => self.pool.published_from(slot) == 0,
+            IndexEntry::Candidate { chunk, page } => !super::read(&self.chunks).is_indexed(chunk, page),
         }
     }
 
@@ -255,11 +255,13 @@ impl Domain {
             work.held_segments.insert(hold.segment(), hold);
             for (offset, twin) in rest[..taken].iter().enumerate() {
                 let slot = Slot::from_number(first.number() + offset as u32);
-                if self.index.replace(twin.fingerprint, twin.entry.value(), Entry::Slot(slot).value()) {
+                if self.index.replace(twin.fingerprint, twin.entry.value(), IndexEntry::Slot(slot).value()) {
                     firsts.insert(twin.fingerprint, First::Has(slot));
                     targets.push((twin.addr, Some(slot)));
                     notices.push((twin.entry, Some(slot)));
-                } else if let Some(Entry::Slot(other)) = self.index.get(twin.fingerprint).map(Entry::from_value) {
+                } else if let Some(IndexEntry::Slot(other)) =
+                    self.index.get(twin.fingerprint).map(IndexEntry::from_value)
+                {
                     // Another worker gave the content a slot first.
                     firsts.insert(twin.fingerprint, First::Has(other));
                     targets.push((twin.addr, Some(other)));
@@ -312,13 +314,13 @@ pub(super) struct Twin {
     index: usize,
     pub(super) fingerprint: Fingerprint,
     /// The other one, to which the index leads.
-    pub(super) entry: Entry,
+    pub(super) entry: IndexEntry,
     /// What the index would say of this one.
     pub(super) mine: u64,
 }
 
 fn is_fresh(work: &Work, addr: u64) -> bool {
-    matches!(work.table.state(addr), State::Candidate { indexed: false, .. })
+    matches!(work.table.state(addr), PageState::Candidate { indexed: false, .. })
 }
 
 /// True if a huge page of which nothing was looked up yet may begin at `addr`.
@@ -345,7 +347,7 @@ fn fresh_runs(work: &Work, pages_max: usize) -> Vec<Range> {
             break;
         }
         for index in chunk.pages() {
-            if let State::Candidate { indexed: false, .. } = chunk.state(index) {
+            if let PageState::Candidate { indexed: false, .. } = chunk.state(index) {
                 let page = Range::pages_from(chunk.page_addr(index), 1);
                 pages += 1;
                 match runs.last_mut() {

@@ -10,7 +10,7 @@
 use super::watch_stage::clip;
 use super::{Domain, Work};
 use crate::client::{Gone, PoolMapping};
-use crate::page::State;
+use crate::page::PageState;
 use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::{Hold, Refused, Slot};
@@ -93,8 +93,8 @@ impl Domain {
     /// Enters a mapping of `segment`: pages that were written are broken, the others share.
     fn adopt_mapping(&self, work: &mut Work, mapping: &PoolMapping, segment: u32) -> Result<(), Gone> {
         let mut addrs = (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE);
-        let is_new =
-            addrs.any(|addr| work.table.find(addr).is_some_and(|(chunk, index)| chunk.state(index) == State::Unknown));
+        let is_new = addrs
+            .any(|addr| work.table.find(addr).is_some_and(|(chunk, index)| chunk.state(index) == PageState::Unknown));
         if !is_new {
             return Ok(());
         }
@@ -102,8 +102,8 @@ impl Domain {
         for (page, addr) in (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE).enumerate() {
             let Some((chunk, index)) = work.table.find_mut(addr) else { continue };
             let slot = Slot::new(segment, mapping.index + page as u32);
-            if chunk.state(index) == State::Unknown && self.pool.adopt_sharer(slot, mapping.inode) {
-                chunk.set(index, State::Shared(slot));
+            if chunk.state(index) == PageState::Unknown && self.pool.adopt_sharer(slot, mapping.inode) {
+                chunk.set(index, PageState::Shared(slot));
             }
         }
         Ok(())
@@ -115,8 +115,8 @@ impl Domain {
         work.client.broken(range, &mut broken)?;
         let pages = broken.iter().map(|part| clip(*part, range));
         for addr in pages.flat_map(|part| (part.start..part.end).step_by(PAGE_SIZE)) {
-            if work.table.state(addr) == State::Unknown {
-                work.table.set(addr, State::Broken { age: 0, backoff: 2 });
+            if work.table.state(addr) == PageState::Unknown {
+                work.table.set(addr, PageState::Broken { age: 0, backoff: 2 });
             }
         }
         Ok(())

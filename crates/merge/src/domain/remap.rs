@@ -2,8 +2,8 @@
 
 use super::{Domain, Member, Work};
 use crate::client::{Gone, Outcome, PIECES_MAX, Piece};
-use crate::page::{BACKOFF_MAX, State};
-use crate::plan::{self, Run, TargetSlot};
+use crate::page::{BACKOFF_MAX, PageState};
+use crate::plan::{self, PageRun, TargetSlot};
 use crate::table::Huge;
 use pagefold_os::{PAGE_SIZE, Range, sched};
 use pagefold_protocol::message::RefusalReason;
@@ -39,9 +39,10 @@ impl Domain {
         for (addr, _) in notices.iter().filter(|(_, slot)| slot.is_none()) {
             look_up_again(work, Range::pages_from(*addr, 1));
         }
-        let candidates = notices.iter().filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
+        let candidates =
+            notices.iter().filter(|(addr, _)| matches!(work.table.state(*addr), PageState::Candidate { .. }));
         let runs = plan::runs(candidates.filter_map(|(addr, slot)| slot.map(|slot| (*addr, Some(slot)))));
-        let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(|run| run.range.pages() >= 16);
+        let (now, later): (Vec<PageRun>, Vec<PageRun>) = runs.into_iter().partition(|run| run.range.pages() >= 16);
         work.defer(later);
         let now = self.within_budget(work, now);
         self.merge(work, &now)?;
@@ -61,7 +62,7 @@ impl Domain {
             .collect();
         pairs.sort_by_key(|(addr, _)| *addr);
         pairs.dedup_by_key(|(addr, _)| *addr);
-        pairs.retain(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
+        pairs.retain(|(addr, _)| matches!(work.table.state(*addr), PageState::Candidate { .. }));
         self.spread(work, &mut pairs);
         let mut runs = plan::runs(pairs);
         runs.sort_by_key(|run| std::cmp::Reverse(run.range.pages()));
@@ -86,7 +87,7 @@ impl Domain {
     }
 
     /// The runs that the budget of mappings allows now; the others wait for the longest-first order.
-    pub(super) fn within_budget(&self, work: &mut Work, runs: Vec<Run>) -> Vec<Run> {
+    pub(super) fn within_budget(&self, work: &mut Work, runs: Vec<PageRun>) -> Vec<PageRun> {
         let mut used = work.mappings;
         let (now, later) = runs.into_iter().partition(|run| self.fits(work, run, &mut used));
         work.defer(later);
@@ -94,7 +95,7 @@ impl Domain {
     }
 
     /// True if `run` is worth its mappings when `used` are taken; they are taken then.
-    fn fits(&self, work: &Work, run: &Run, used: &mut i64) -> bool {
+    fn fits(&self, work: &Work, run: &PageRun, used: &mut i64) -> bool {
         self.affords(run.range.pages(), plan::mappings_added(&work.table, run), used)
     }
 
@@ -106,9 +107,9 @@ impl Domain {
     }
 
     /// Merges runs (ascending) of candidates; returns the pages merged.
-    pub(super) fn merge(&self, work: &mut Work, runs: &[Run]) -> Result<u64, Gone> {
+    pub(super) fn merge(&self, work: &mut Work, runs: &[PageRun]) -> Result<u64, Gone> {
         let mut merged = 0;
-        let mut runs: Vec<Run> = runs.iter().flat_map(|run| candidates_of(work, *run)).collect();
+        let mut runs: Vec<PageRun> = runs.iter().flat_map(|run| candidates_of(work, *run)).collect();
         for _ in 0..ROUNDS_MAX {
             if runs.is_empty() || work.is_resting() {
                 break;
@@ -124,15 +125,15 @@ impl Domain {
     }
 
     /// Merges a predicted run; returns the pages merged from its start. A wrong prediction leaves the pages as they were.
-    pub(super) fn merge_predicted(&self, work: &mut Work, run: Run) -> Result<u64, Gone> {
+    pub(super) fn merge_predicted(&self, work: &mut Work, run: PageRun) -> Result<u64, Gone> {
         self.merge_round(work, &[run], true)?;
         let pages = (0..run.range.pages())
-            .take_while(|page| matches!(work.table.state(run.range.start + page * PAGE), State::Shared(_)));
+            .take_while(|page| matches!(work.table.state(run.range.start + page * PAGE), PageState::Shared(_)));
         Ok(pages.count() as u64)
     }
 
     /// One round of remaps; returns the pages merged and the runs that are left behind failing pages.
-    fn merge_round(&self, work: &mut Work, runs: &[Run], predicted: bool) -> Result<(u64, Vec<Run>), Gone> {
+    fn merge_round(&self, work: &mut Work, runs: &[PageRun], predicted: bool) -> Result<(u64, Vec<PageRun>), Gone> {
         let began = sched::monotonic_ns();
         let mut pieces = plan::spans(&work.table, runs);
         // One run, and where it is wrong all behind that is.
@@ -140,7 +141,7 @@ impl Domain {
         debug_assert!(
             pieces.iter().all(|piece| {
                 let mut pages = (piece.range.start..piece.range.end).step_by(PAGE_SIZE);
-                pages.all(|addr| matches!(work.table.state(addr), State::Candidate { .. }))
+                pages.all(|addr| matches!(work.table.state(addr), PageState::Candidate { .. }))
             }),
             "only candidates are frozen"
         );
@@ -227,17 +228,24 @@ impl Domain {
         }
     }
 
-    fn settle(&self, work: &mut Work, piece: &Piece, outcome: Outcome, predicted: bool, rest: &mut Vec<Run>) -> u64 {
+    fn settle(
+        &self,
+        work: &mut Work,
+        piece: &Piece,
+        outcome: Outcome,
+        predicted: bool,
+        rest: &mut Vec<PageRun>,
+    ) -> u64 {
         let pages = piece.range.pages() as u32;
         let merged = outcome.merged.min(pages);
-        let done = Run { range: Range::pages_from(piece.range.start, u64::from(merged)), target: piece.slot };
+        let done = PageRun { range: Range::pages_from(piece.range.start, u64::from(merged)), target: piece.slot };
         if merged > 0 {
             work.mappings += plan::mappings_added(&work.table, &done);
         }
         for page in 0..merged {
             let state = match done.target_at(u64::from(page)) {
-                Some(slot) => State::Shared(slot),
-                None => State::Zero,
+                Some(slot) => PageState::Shared(slot),
+                None => PageState::Zero,
             };
             work.table.set(piece.range.start + u64::from(page) * PAGE, state);
         }
@@ -251,14 +259,14 @@ impl Domain {
         }
         self.unreserve(piece, merged);
         let failed = piece.range.start + u64::from(merged) * PAGE;
-        let whole = Run { range: piece.range, target: piece.slot };
+        let whole = PageRun { range: piece.range, target: piece.slot };
         if outcome.why == RefusalReason::Limit {
             work.rest_until = work.period + REST_PERIODS;
         }
         if predicted {
             // Not a page that changed, but a guess that was wrong; the fingerprint decides.
             self.count(|c| &c.compare_failed, u64::from(rest.is_empty()));
-            rest.push(Run { range: Range { start: failed, end: piece.range.end }, target: None });
+            rest.push(PageRun { range: Range { start: failed, end: piece.range.end }, target: None });
             return u64::from(merged);
         }
         Self::refuse(work, outcome.why);
@@ -266,22 +274,22 @@ impl Domain {
             RefusalReason::Done | RefusalReason::Changed | RefusalReason::Discarded => {
                 self.count(|c| &c.compare_failed, 1);
                 let backoff = match work.table.state(failed) {
-                    State::Candidate { backoff, .. } => backoff,
+                    PageState::Candidate { backoff, .. } => backoff,
                     _ => 0,
                 };
                 // Written, or never equal: with a back-off the next look-up compares.
                 let backoff = (backoff + 1).min(BACKOFF_MAX);
-                State::Armed { silent: 0, backoff, fresh: false }
+                PageState::Armed { silent: 0, backoff, fresh: false }
             }
-            RefusalReason::Absent => State::Unknown,
+            RefusalReason::Absent => PageState::Unknown,
             RefusalReason::Pinned | RefusalReason::NotAnonymous | RefusalReason::Limit => {
-                State::Refused { why: outcome.why, periods: REFUSED_PERIODS }
+                PageState::Refused { why: outcome.why, periods: REFUSED_PERIODS }
             }
         };
         work.table.set(failed, state);
         if failed + PAGE < piece.range.end {
             let target = whole.target_at(u64::from(merged) + 1);
-            rest.push(Run { range: Range { start: failed + PAGE, end: piece.range.end }, target });
+            rest.push(PageRun { range: Range { start: failed + PAGE, end: piece.range.end }, target });
         }
         u64::from(merged)
     }
@@ -289,22 +297,22 @@ impl Domain {
 
 /// Leaves the candidate at `addr` alone for long: there is no room for it now.
 pub(super) fn put_off(work: &mut Work, addr: u64) {
-    if let State::Candidate { .. } = work.table.state(addr) {
-        work.table.set(addr, State::Refused { why: RefusalReason::Limit, periods: PUT_OFF_PERIODS });
+    if let PageState::Candidate { .. } = work.table.state(addr) {
+        work.table.set(addr, PageState::Refused { why: RefusalReason::Limit, periods: PUT_OFF_PERIODS });
     }
 }
 
 /// Has the candidates of `range` looked up once more: nothing in the index leads to them any longer.
 pub(super) fn look_up_again(work: &mut Work, range: Range) {
     for addr in (range.start..range.end).step_by(PAGE_SIZE) {
-        if let State::Candidate { backoff, .. } = work.table.state(addr) {
-            work.table.set(addr, State::Candidate { indexed: false, backoff });
+        if let PageState::Candidate { backoff, .. } = work.table.state(addr) {
+            work.table.set(addr, PageState::Candidate { indexed: false, backoff });
         }
     }
 }
 
 /// The parts of `run` that are (still) candidates.
-fn candidates_of(work: &Work, run: Run) -> Vec<Run> {
+fn candidates_of(work: &Work, run: PageRun) -> Vec<PageRun> {
     let pages = (0..run.range.pages()).map(|page| (run.range.start + page * PAGE, run.target_at(page)));
-    plan::runs(pages.filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. })))
+    plan::runs(pages.filter(|(addr, _)| matches!(work.table.state(*addr), PageState::Candidate { .. })))
 }

@@ -4,7 +4,7 @@
 //! of equal slots ([`copies`](crate::Config::copies)) is one mapping for as many neighbours. Which of the slots a page shows is a
 //! matter of its address: so runs join, whenever they were found.
 
-use super::{Domain, Entry, Work, read, write};
+use super::{Domain, IndexEntry, Work, read, write};
 use crate::plan::TargetSlot;
 use pagefold_os::PAGE_SIZE;
 use pagefold_pool::Slot;
@@ -50,8 +50,8 @@ impl Domain {
         }
         let fingerprint = self.key.fingerprint(&page);
         // Another client's pages may have had them made since ours were looked up.
-        let led_to = || match self.index.get(fingerprint).map(Entry::from_value) {
-            Some(Entry::Slot(found)) => Some(found).filter(|found| self.are_copies(found)),
+        let led_to = || match self.index.get(fingerprint).map(IndexEntry::from_value) {
+            Some(IndexEntry::Slot(found)) => Some(found).filter(|found| self.are_copies(found)),
             _ => None,
         };
         if let Some(first) = led_to() {
@@ -68,7 +68,7 @@ impl Domain {
         work.held_segments.insert(published.hold.segment(), published.hold);
         // Known as what they are before anybody is led to them.
         write(&self.repeats).insert(first);
-        if !self.index.replace(fingerprint, Entry::Slot(slot).value(), Entry::Slot(first).value()) {
+        if !self.index.replace(fingerprint, IndexEntry::Slot(slot).value(), IndexEntry::Slot(first).value()) {
             write(&self.repeats).remove(&first);
             return led_to();
         }

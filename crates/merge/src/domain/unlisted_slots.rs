@@ -4,7 +4,7 @@
 //! the place of one. The index leads to one of them, and the other is remembered here while pages show it. It gets the entry when
 //! the segment of the first is released. Without that, a new page with the content would find nothing, although a slot has it.
 
-use super::{Domain, Entry};
+use super::{Domain, IndexEntry};
 use pagefold_os::sync::lock;
 use pagefold_pool::{Fingerprint, Slot};
 use std::collections::HashMap;
@@ -48,7 +48,7 @@ impl Domain {
 
     /// After the release of `segment`: forgets its slots, and has the index lead to remembered ones for contents with these
     /// fingerprints. Returns what the owners of candidates with such a content are to be told.
-    pub(super) fn list_instead(&self, segment: u32, fingerprints: &[Fingerprint]) -> Vec<(Entry, Option<Slot>)> {
+    pub(super) fn list_instead(&self, segment: u32, fingerprints: &[Fingerprint]) -> Vec<(IndexEntry, Option<Slot>)> {
         lock(&self.unlisted).forget(segment);
         let mut notices = Vec::new();
         for fingerprint in fingerprints {

@@ -1,8 +1,8 @@
 //! The watch stage: one pass over a client per period.
 
-use super::{ChunkRef, Domain, Entry, Idle, Managed, Member, Unmerged, Work};
+use super::{ChunkRef, Domain, Idle, IndexEntry, Managed, Member, Unmerged, Work};
 use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping, Written};
-use crate::page::{State, on_period, on_written};
+use crate::page::{PageState, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Indexed, Table};
 use pagefold_os::page::is_zero;
 use pagefold_os::sync::{lock, write};
@@ -78,7 +78,7 @@ impl Domain {
                 (write(&self.chunks).take(to), indexed)
             },
             |_, state| {
-                if let State::Shared(slot) = state {
+                if let PageState::Shared(slot) = state {
                     pool.remove_sharer(slot);
                     discarded += 1;
                 }
@@ -148,7 +148,7 @@ impl Domain {
             for index in chunk.pages() {
                 let addr = chunk.page_addr(index);
                 let state = chunk.state(index);
-                if !matches!(state, State::Shared(_) | State::Broken { .. }) {
+                if !matches!(state, PageState::Shared(_) | PageState::Broken { .. }) {
                     continue;
                 }
                 while at < mappings.len() && mappings[at].range.end <= addr {
@@ -156,18 +156,18 @@ impl Domain {
                 }
                 let mapped = mappings.get(at).filter(|mapping| mapping.range.start <= addr);
                 let holds = match (state, mapped) {
-                    (State::Shared(slot), Some(mapping)) => {
+                    (PageState::Shared(slot), Some(mapping)) => {
                         let shown = mapping.index + ((addr - mapping.range.start) / PAGE) as u32;
                         shown == slot.index() && self.pool.segment_inode(slot.segment()) == Some(mapping.inode)
                     }
                     (_, mapped) => mapped.is_some(),
                 };
                 if !holds {
-                    if let State::Shared(slot) = state {
+                    if let PageState::Shared(slot) = state {
                         self.pool.remove_sharer(slot);
                         discarded += 1;
                     }
-                    chunk.set(index, State::Unknown);
+                    chunk.set(index, PageState::Unknown);
                 }
             }
         }
@@ -258,15 +258,15 @@ impl Domain {
             let last = (first + ((end - addr) / PAGE) as usize).min(CHUNK_PAGES);
             for index in (first..last).filter(|index| chunk.manages(chunk.page_addr(*index))).collect::<Vec<_>>() {
                 let state = chunk.state(index);
-                if let State::Shared(slot) = state {
+                if let PageState::Shared(slot) = state {
                     // Watched memory lies there again: the program replaced the mapping.
                     self.pool.remove_sharer(slot);
                     self.count(|c| &c.pages_discarded, 1);
                 }
                 let next = match state {
                     // Merged, and shown as the kernel shows zeros.
-                    State::Zero if report.zero => state,
-                    _ if report.zero || report.swapped => State::Unknown,
+                    PageState::Zero if report.zero => state,
+                    _ if report.zero || report.swapped => PageState::Unknown,
                     _ => on_written(state),
                 };
                 changed |= next != state;
@@ -287,9 +287,9 @@ impl Domain {
         let mut breaks = 0;
         for range in broken {
             for addr in (range.start..range.end).step_by(PAGE_SIZE) {
-                if let State::Shared(slot) = work.table.state(addr) {
+                if let PageState::Shared(slot) = work.table.state(addr) {
                     self.pool.remove_sharer(slot);
-                    work.table.set(addr, State::Broken { age: 0, backoff: 2 });
+                    work.table.set(addr, PageState::Broken { age: 0, backoff: 2 });
                     breaks += 1;
                 }
             }
@@ -336,7 +336,7 @@ impl Domain {
                     zero += 1;
                 } else {
                     chunk.indexed.set(index, true);
-                    let entry = Entry::Candidate { chunk: chunk.id, page: index as u32 };
+                    let entry = IndexEntry::Candidate { chunk: chunk.id, page: index as u32 };
                     pairs.push((self.key.fingerprint(page), entry.value()));
                 }
             }
@@ -356,7 +356,7 @@ impl Domain {
         if work.period < work.heal_from {
             return Ok(());
         }
-        let ripe = |state: State| matches!(state, State::Broken { age, .. } if age >= self.config.heal_periods);
+        let ripe = |state: PageState| matches!(state, PageState::Broken { age, .. } if age >= self.config.heal_periods);
         let mut runs: Vec<Range> = Vec::new();
         for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.broken > 0) {
             for index in chunk.pages().filter(|index| ripe(chunk.state(*index))) {
@@ -370,7 +370,7 @@ impl Domain {
         // Where there is no pool mapping (any more), there is nothing to be healed.
         let elsewhere = runs.iter().flat_map(|run| without(*run, &mappings));
         for addr in elsewhere.flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE)) {
-            work.table.set(addr, State::Unknown);
+            work.table.set(addr, PageState::Unknown);
         }
         let mut parts: Vec<(Range, i64)> = runs.iter().flat_map(|run| parts_of(*run, &mappings)).collect();
         parts.sort_by_key(|(part, _)| std::cmp::Reverse(part.pages()));
@@ -394,19 +394,19 @@ impl Domain {
             for (range, done) in batch.iter().zip(done) {
                 for addr in (range.start..range.end).step_by(PAGE_SIZE) {
                     let state = work.table.state(addr);
-                    let backoff = if let State::Broken { backoff, .. } = state { backoff } else { 1 };
+                    let backoff = if let PageState::Broken { backoff, .. } = state { backoff } else { 1 };
                     if done {
-                        if let State::Shared(slot) = state {
+                        if let PageState::Shared(slot) = state {
                             self.pool.remove_sharer(slot);
                         }
                         healed += 1;
-                        work.table.set(addr, State::Armed { silent: 0, backoff, fresh: false });
+                        work.table.set(addr, PageState::Armed { silent: 0, backoff, fresh: false });
                         if work.table.find(addr).is_none() {
                             push_page(&mut work.healed_unknown, addr);
                         }
-                    } else if let State::Broken { .. } = state {
+                    } else if let PageState::Broken { .. } = state {
                         // Something may be reading into it: try again as late as it took to get here.
-                        work.table.set(addr, State::Broken { age: 0, backoff });
+                        work.table.set(addr, PageState::Broken { age: 0, backoff });
                     }
                 }
             }
@@ -425,8 +425,8 @@ impl Domain {
         // Planned merges are dropped with the notices: their pages are looked up anew when work goes on.
         for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.candidate > 0) {
             for index in chunk.pages() {
-                if let State::Candidate { backoff, .. } = chunk.state(index) {
-                    chunk.set(index, State::Candidate { indexed: false, backoff });
+                if let PageState::Candidate { backoff, .. } = chunk.state(index) {
+                    chunk.set(index, PageState::Candidate { indexed: false, backoff });
                 }
             }
         }
@@ -461,9 +461,9 @@ impl Domain {
         sweep.left -= 1;
         let buckets = (self.index.memory_bytes() / 64) as usize / SWEEP_PERIODS + 64;
         let chunks = super::read(&self.chunks);
-        self.index.retain(&mut sweep.cursor, buckets, |value| match Entry::from_value(value) {
-            Entry::Slot(slot) => self.pool.published_from(slot) > 0,
-            Entry::Candidate { chunk, page } => chunks.is_indexed(chunk, page),
+        self.index.retain(&mut sweep.cursor, buckets, |value| match IndexEntry::from_value(value) {
+            IndexEntry::Slot(slot) => self.pool.published_from(slot) > 0,
+            IndexEntry::Candidate { chunk, page } => chunks.is_indexed(chunk, page),
         });
     }
 
@@ -475,7 +475,7 @@ impl Domain {
             let mut elsewhere = Vec::new();
             let released = self.pool.release(segment, |slot, page| {
                 let fingerprint = key.fingerprint(page);
-                index.remove(fingerprint, Entry::Slot(slot).value());
+                index.remove(fingerprint, IndexEntry::Slot(slot).value());
                 if self.has_unlisted(fingerprint) {
                     elsewhere.push(fingerprint);
                 }
@@ -576,8 +576,8 @@ fn suspects(work: &Work, touched: &[Range]) -> Suspects {
                 for index in pages.filter(|index| chunk.manages(chunk.page_addr(*index))) {
                     let page = Range::pages_from(chunk.page_addr(index), 1);
                     match chunk.state(index) {
-                        State::Shared(_) => suspects.add_shared(page),
-                        State::Sleeping { .. } | State::Broken { .. } => {}
+                        PageState::Shared(_) => suspects.add_shared(page),
+                        PageState::Sleeping { .. } | PageState::Broken { .. } => {}
                         _ => suspects.add_plain(page, split),
                     }
                 }
@@ -626,8 +626,8 @@ fn note_healed_unknown(work: &mut Work, has_all: bool) {
     for range in std::mem::take(&mut work.healed_unknown) {
         for addr in (range.start..range.end).step_by(PAGE_SIZE) {
             match work.table.find(addr) {
-                Some((chunk, index)) if chunk.state(index) == State::Unknown => {
-                    work.table.set(addr, State::Armed { silent: 0, backoff: 1, fresh: false });
+                Some((chunk, index)) if chunk.state(index) == PageState::Unknown => {
+                    work.table.set(addr, PageState::Armed { silent: 0, backoff: 1, fresh: false });
                 }
                 None if !has_all => push_page(&mut work.healed_unknown, addr),
                 _ => {}

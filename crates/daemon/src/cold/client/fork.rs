@@ -33,17 +33,17 @@ const END: u64 = 1 << 62;
 
 /// Where a child has what was at its parent's addresses when it was forked: the parts that it has not given up.
 #[derive(Clone, Debug)]
-struct Places {
+struct MovedParts {
     /// By where they began, the ends of those, and where they begin now.
     parts: BTreeMap<u64, (u64, u64)>,
     /// By where they begin now, where they began.
     began: BTreeMap<u64, u64>,
 }
 
-impl Places {
+impl MovedParts {
     /// Everything is where it was.
-    fn new() -> Places {
-        Places { parts: BTreeMap::from([(0, (END, 0))]), began: BTreeMap::from([(0, 0)]) }
+    fn new() -> MovedParts {
+        MovedParts { parts: BTreeMap::from([(0, (END, 0))]), began: BTreeMap::from([(0, 0)]) }
     }
 
     /// Where the page that was at `addr` is; `None` if it is given up.
@@ -100,7 +100,7 @@ struct Child<'a> {
     /// all clients, must not be the one to wait.
     kept: Kept<'a>,
     uffd: Uffd,
-    places: Places,
+    moved: MovedParts,
 }
 
 /// A child and its descendants, which are given pages.
@@ -115,14 +115,14 @@ struct Family<'a> {
 impl<'a> Family<'a> {
     fn of(child: Uffd, pending_children: &'a PendingChildren) -> Family<'a> {
         let mut family = Family { pending_children, children: Vec::new(), tries: 0, steps: 0, refused: 0 };
-        family.add(child, Places::new());
+        family.add(child, MovedParts::new());
         family
     }
 
     /// With the keeper before anything else: it runs already.
-    fn add(&mut self, uffd: Uffd, places: Places) {
+    fn add(&mut self, uffd: Uffd, moved: MovedParts) {
         let kept = self.pending_children.keep(&uffd);
-        self.children.push(Child { kept, uffd, places });
+        self.children.push(Child { kept, uffd, moved });
     }
 
     /// They do too much with their memory.
@@ -139,15 +139,15 @@ impl<'a> Family<'a> {
 
     /// What `event` says that one of them did.
     fn obey(&mut self, number: usize, event: Event) {
-        let Some(Child { places, .. }) = self.children.get_mut(number) else { return };
+        let Some(Child { moved, .. }) = self.children.get_mut(number) else { return };
         match event {
-            Event::Remove(range) | Event::Unmap(range) => self.steps += places.take(range).len(),
-            Event::Remap { from, to } => self.steps += places.move_to(from, to),
+            Event::Remove(range) | Event::Unmap(range) => self.steps += moved.take(range).len(),
+            Event::Remap { from, to } => self.steps += moved.move_to(from, to),
             // It lacks what its parent lacks.
             Event::Fork(fd) => {
-                let places = places.clone();
-                self.steps += places.parts.len();
-                self.add(made(fd), places);
+                let moved = moved.clone();
+                self.steps += moved.parts.len();
+                self.add(made(fd), moved);
             }
             // A fault waits for its page, or for the end.
             Event::PageFault { .. } | Event::Other(_) => {}
@@ -157,8 +157,8 @@ impl<'a> Family<'a> {
     /// Gives everybody `page`, or SIGBUS if there is none, where they have what was at `was`.
     fn give(&mut self, was: u64, page: Option<&Page>) {
         let mut next = 0;
-        while let Some(Child { uffd, places, .. }) = self.children.get_mut(next) {
-            let (_, error) = match (places.of(was), page.filter(|_| self.refused < REFUSED_MAX)) {
+        while let Some(Child { uffd, moved, .. }) = self.children.get_mut(next) {
+            let (_, error) = match (moved.of(was), page.filter(|_| self.refused < REFUSED_MAX)) {
                 // SAFETY: the page is ours.
                 (Some(at), Some(page)) => unsafe { uffd.copy(at, page.as_ptr() as u64, PAGE, 0) },
                 (Some(at), None) => uffd.poison(Range::pages_from(at, 1), 0),
@@ -269,7 +269,7 @@ mod tests {
             (state >> 33) % below
         };
         for _ in 0..200 {
-            let mut places = Places::new();
+            let mut moved = MovedParts::new();
             let mut at: Vec<Option<u64>> = (0..PAGES).map(|page| Some(page * PAGE)).collect();
             for done in 1..20 {
                 let from = Range::pages_from(random(2 * PAGES) * PAGE, random(9));
@@ -285,13 +285,13 @@ mod tests {
                     });
                 }
                 if moves {
-                    places.move_to(from, to);
+                    moved.move_to(from, to);
                 } else {
-                    places.take(from);
+                    moved.take(from);
                 }
-                let found: Vec<_> = (0..PAGES).map(|page| places.of(page * PAGE)).collect();
-                assert_eq!(found, at, "{from:?} to {to:#x}: {places:?}");
-                assert!(places.parts.len() == places.began.len() && places.parts.len() <= 1 + 3 * done);
+                let found: Vec<_> = (0..PAGES).map(|page| moved.of(page * PAGE)).collect();
+                assert_eq!(found, at, "{from:?} to {to:#x}: {moved:?}");
+                assert!(moved.parts.len() == moved.began.len() && moved.parts.len() <= 1 + 3 * done);
             }
         }
     }
@@ -308,7 +308,7 @@ mod tests {
             let mut family = Family::of(Uffd::from_fd(uffd.fd().duplicate().unwrap()), &pending_children);
             while !family.is_left_alone() {
                 let Ok(fd) = uffd.fd().duplicate() else { return eprintln!("SKIPPED: too few descriptors for us") };
-                family.add(Uffd::from_fd(fd), Places::new());
+                family.add(Uffd::from_fd(fd), MovedParts::new());
             }
             family.withhold();
         }
@@ -344,6 +344,6 @@ mod tests {
             moves += 1;
         }
         assert!(u64::from(moves) <= STEPS_MAX as u64 / PARTS + 1, "{moves} moves");
-        assert_eq!(family.children[0].places.of(3 * PAGE), Some(3 * PAGE + if moves % 2 == 1 { 1 << 40 } else { 0 }));
+        assert_eq!(family.children[0].moved.of(3 * PAGE), Some(3 * PAGE + if moves % 2 == 1 { 1 << 40 } else { 0 }));
     }
 }

@@ -1,9 +1,9 @@
 //! The control socket: one JSON request per connection, one JSON answer.
 
-mod client;
+mod ask;
 mod verbs;
 
-pub use client::{PATIENCE, ask, ask_within};
+pub use ask::{PATIENCE, ask, ask_within};
 pub use verbs::{Answer, ColdOnStop, Request};
 
 use crate::service::daemon::Daemon;

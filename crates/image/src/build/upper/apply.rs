@@ -2,13 +2,13 @@
 
 use crate::build::Build;
 use crate::build::omissions::{Omissions, clean_xattrs, is_whiteout};
-use crate::build::source::{OpenFile, Source, file_state, meta, names, read_xattrs, stat_and_target};
+use crate::build::source::{OpenFile, SourceDirectory, file_state, meta, names, read_xattrs, stat_and_target};
 use crate::build::walk::kind;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::layout::placed_objects;
 use crate::sys;
-use crate::tree::{self, Data, Id, Inode, Kind, ROOT, Tree, Xattrs, show};
+use crate::tree::{self, Data, FileKind, Id, Inode, ROOT, Tree, Xattrs, show};
 use rustix::fs::Stat;
 use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
@@ -33,7 +33,7 @@ pub struct Options {
 /// An upper directory being read.
 struct Upper<'a, 'b> {
     build: &'a Build<'b>,
-    source: Source,
+    source: SourceDirectory,
     /// The parent's tree, as it was. The inodes of `tree` that come from it have the same numbers.
     parent: &'a Tree,
     tree: Tree,
@@ -52,7 +52,7 @@ struct Upper<'a, 'b> {
 /// # Errors
 /// Files that keep changing, redirects that lead nowhere, a full store, the system's.
 pub fn apply(build: &Build, parent: &Tree, upper: &Path, options: Options, omissions: &mut Omissions) -> Result<Tree> {
-    let source = Source::open(upper)?;
+    let source = SourceDirectory::open(upper)?;
     let stat = source.stat_root()?;
     let xattrs = source.root_xattrs()?;
     let mut upper = Upper {
@@ -114,7 +114,7 @@ impl Upper<'_, '_> {
             self.tree.unlink(id, name);
             return Ok(());
         }
-        let is_dir = matches!(file_kind, Kind::Dir(_));
+        let is_dir = matches!(file_kind, FileKind::Dir(_));
         if !is_dir
             && stat.st_nlink > 1
             && let Some(&linked) = self.linked.get(&(stat.st_dev, stat.st_ino))
@@ -126,7 +126,7 @@ impl Upper<'_, '_> {
             return self.subdirectory(path, id, below, name, &stat, xattrs);
         }
         let kind = match file_kind {
-            Kind::File(_) => Kind::File(self.file(&path, below, name, &stat, &xattrs)?),
+            FileKind::File(_) => FileKind::File(self.file(&path, below, name, &stat, &xattrs)?),
             other => other,
         };
         let meta = meta(&stat, self.clean(xattrs, name));
@@ -148,7 +148,7 @@ impl Upper<'_, '_> {
         stat: &Stat,
         xattrs: Xattrs,
     ) -> Result<()> {
-        let is_dir = |id: &Id| matches!(self.parent.inode(*id).kind, Kind::Dir(_));
+        let is_dir = |id: &Id| matches!(self.parent.inode(*id).kind, FileKind::Dir(_));
         let below = match overlay(&xattrs, "redirect").filter(|_| self.options.follow_redirects) {
             Some(redirect) => Some(self.redirected(&path, below, redirect)?),
             None if is_opaque(&xattrs) => None,
@@ -160,7 +160,7 @@ impl Upper<'_, '_> {
                 self.tree.inode_mut(below).meta = meta;
                 below
             }
-            None => self.tree.add(Inode { meta, kind: Kind::Dir(Default::default()) }),
+            None => self.tree.add(Inode { meta, kind: FileKind::Dir(Default::default()) }),
         };
         self.tree.link(id, name, new)?;
         self.todo.push((path, new, below));
@@ -174,7 +174,7 @@ impl Upper<'_, '_> {
             // A name alone stands in the directory below.
             None => below.and_then(|below| self.parent.child(below, redirect)),
         };
-        found.filter(|id| *id != ROOT && matches!(self.parent.inode(*id).kind, Kind::Dir(_))).ok_or_else(|| {
+        found.filter(|id| *id != ROOT && matches!(self.parent.inode(*id).kind, FileKind::Dir(_))).ok_or_else(|| {
             let (full, redirect) = (self.source.full(path), show(redirect));
             Error::Refused(format!("{}: renamed from {redirect}, which the parent does not have", full.display()))
         })
@@ -216,7 +216,7 @@ impl Upper<'_, '_> {
     /// The bytes of a file of which the upper directory has only the metadata.
     fn data_below(&self, path: &Path, below: Option<Id>, name: &[u8], redirect: Option<&[u8]>) -> Result<Data> {
         let file = |id: Id| match &self.parent.inode(id).kind {
-            Kind::File(data) => Some(data.clone()),
+            FileKind::File(data) => Some(data.clone()),
             _ => None,
         };
         let found = match redirect {
@@ -250,7 +250,7 @@ impl Upper<'_, '_> {
         let mut todo = vec![ROOT];
         while let Some(dir) = todo.pop() {
             for (name, id) in self.tree.children(dir) {
-                if !matches!(self.tree.inode(id).kind, Kind::Dir(_)) {
+                if !matches!(self.tree.inode(id).kind, FileKind::Dir(_)) {
                     continue;
                 }
                 if !seen.insert(id) {

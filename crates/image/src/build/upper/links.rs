@@ -1,6 +1,6 @@
 //! The hard links between an upper directory and the store, and how either side is rid of them.
 
-use crate::build::source::{Source, names, read_xattrs};
+use crate::build::source::{SourceDirectory, names, read_xattrs};
 use crate::error::{At, Result};
 use crate::remove_tree::remove_tree;
 use rustix::fs::{FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, XattrFlags};
@@ -96,7 +96,7 @@ fn unshare_file(upper: &Path, stat: &Stat, names: &[PathBuf]) -> Result<()> {
 
 /// Calls `each` for every name of a regular file that has several names.
 fn each_linked_file(upper: &Path, mut each: impl FnMut(&Path, &Stat) -> Result<()>) -> Result<()> {
-    let source = Source::open(upper)?;
+    let source = SourceDirectory::open(upper)?;
     let mut todo = vec![PathBuf::new()];
     while let Some(path) = todo.pop() {
         let full = source.full(&path);

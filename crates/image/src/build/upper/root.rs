@@ -1,6 +1,6 @@
 //! The root of a new upper directory: a mount shows it in the place of its lower layers' root.
 
-use crate::build::source::{Source, meta};
+use crate::build::source::{SourceDirectory, meta};
 use crate::error::{At, Result};
 use crate::format::acl;
 use crate::tree::{drop_overlay_xattrs, show};
@@ -15,7 +15,7 @@ use std::path::Path;
 /// # Errors
 /// The system's.
 pub fn copy_root(from: &Path, to: &Path) -> Result<()> {
-    let source = Source::open(from)?;
+    let source = SourceDirectory::open(from)?;
     let mut meta = meta(&source.stat_root()?, source.root_xattrs()?);
     drop_overlay_xattrs(&mut meta.xattrs);
     rustix::fs::chownat(

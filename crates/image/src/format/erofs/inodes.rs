@@ -4,7 +4,7 @@ use super::on_disk::{
     BLOCK, INODE_SIZE, LAYOUT_CHUNKS, LAYOUT_INLINE, LAYOUT_PLAIN, NULL_ADDR, XATTR_HEADER, file_type,
 };
 use super::plan::{Body, Plan, PlannedInode, pack_dir};
-use crate::tree::{Data, Id, Kind};
+use crate::tree::{Data, FileKind, Id};
 
 /// Writes all inodes of the plan, and the blocks of the second area, into `head`.
 pub(super) fn write_inodes(plan: &Plan, head: &mut [u8]) {
@@ -44,13 +44,13 @@ fn write_body(plan: &Plan, planned: &PlannedInode, head: &mut [u8]) -> (u16, u32
 /// Writes content of `size` bytes into its blocks, which begin at `out`.
 fn write_blocks(plan: &Plan, planned: &PlannedInode, out: &mut [u8], size: usize) {
     match &plan.tree.inode(planned.id).kind {
-        Kind::Dir(_) => {
+        FileKind::Dir(_) => {
             let mut blocks = out.chunks_mut(BLOCK as usize);
             pack_dir(&plan.entries(planned.id), |list| {
                 write_dir_block(blocks.next().expect("the plan counted the blocks"), list, plan);
             });
         }
-        Kind::Symlink(bytes) | Kind::File(Data::Inline(bytes)) => out[..size].copy_from_slice(bytes),
+        FileKind::Symlink(bytes) | FileKind::File(Data::Inline(bytes)) => out[..size].copy_from_slice(bytes),
         _ => unreachable!("the plan gives blocks to directories, links and inline files only"),
     }
 }
@@ -70,10 +70,10 @@ fn write_dir_block(out: &mut [u8], entries: &[(&[u8], Id)], plan: &Plan) {
 
 /// How many links stat(2) shall report: of a directory its name, its `.` and the `..` of each subdirectory.
 fn link_count(plan: &Plan, id: Id) -> u32 {
-    if !matches!(plan.tree.inode(id).kind, Kind::Dir(_)) {
+    if !matches!(plan.tree.inode(id).kind, FileKind::Dir(_)) {
         return plan.names[id as usize];
     }
-    let is_dir = |(_, child): &(&[u8], Id)| matches!(plan.tree.inode(*child).kind, Kind::Dir(_));
+    let is_dir = |(_, child): &(&[u8], Id)| matches!(plan.tree.inode(*child).kind, FileKind::Dir(_));
     2 + plan.tree.children(id).filter(is_dir).count() as u32
 }
 
@@ -81,7 +81,7 @@ fn link_count(plan: &Plan, id: Id) -> u32 {
 fn write_inode(plan: &Plan, planned: &PlannedInode, serial: u32, data_layout: u16, address: u32, head: &mut [u8]) {
     let inode = plan.tree.inode(planned.id);
     let address = match inode.kind {
-        Kind::Char(major, minor) | Kind::Block(major, minor) => {
+        FileKind::Char(major, minor) | FileKind::Block(major, minor) => {
             (minor & 0xff) | ((major & 0xfff) << 8) | ((minor & !0xff) << 12)
         }
         _ => address,

@@ -12,7 +12,7 @@ use super::xattrs::{
 use crate::digest::Digest;
 use crate::error::{Result, input};
 use crate::layout;
-use crate::tree::{Data, Id, Kind, ROOT, Tree, show};
+use crate::tree::{Data, FileKind, Id, ROOT, Tree, show};
 use std::collections::{BTreeMap, HashMap};
 
 /// Which image to write.
@@ -195,15 +195,15 @@ impl<'a> Plan<'a> {
             (size, if bytes.len() <= room { Body::Tail(bytes.to_vec()) } else { blocks(size) })
         };
         Ok(match &self.tree.inode(id).kind {
-            Kind::Dir(_) => {
+            FileKind::Dir(_) => {
                 let size = pack_dir(&self.entries(id), |_| ());
                 (size, if size as usize <= room { Body::TailDir(size as usize) } else { blocks(size) })
             }
-            Kind::Symlink(target) => tail_or_blocks(target),
-            Kind::File(Data::Inline(bytes)) if bytes.is_empty() => (0, Body::None),
-            Kind::File(Data::Inline(bytes)) => tail_or_blocks(bytes),
-            Kind::File(Data::Object(digest, size)) if self.layout == Layout::Full => (*size, Body::Object(*digest)),
-            Kind::File(Data::Object(_, size)) => {
+            FileKind::Symlink(target) => tail_or_blocks(target),
+            FileKind::File(Data::Inline(bytes)) if bytes.is_empty() => (0, Body::None),
+            FileKind::File(Data::Inline(bytes)) => tail_or_blocks(bytes),
+            FileKind::File(Data::Object(digest, size)) if self.layout == Layout::Full => (*size, Body::Object(*digest)),
+            FileKind::File(Data::Object(_, size)) => {
                 check_size(*size, || self.tree.path_of(id))?;
                 let shift = (size.div_ceil(BLOCK)).next_power_of_two().trailing_zeros();
                 (*size, Body::Hole(shift as u8))
@@ -235,7 +235,7 @@ fn parents(tree: &Tree, order: &[Id]) -> Result<HashMap<Id, Id>> {
     let mut parents: HashMap<Id, Id> = HashMap::new();
     for &id in order {
         for (_, child) in tree.children(id) {
-            if matches!(tree.inode(child).kind, Kind::Dir(_)) && parents.insert(child, id).is_some() {
+            if matches!(tree.inode(child).kind, FileKind::Dir(_)) && parents.insert(child, id).is_some() {
                 return Err(input!("a directory with two names cannot be stored"));
             }
         }
@@ -267,7 +267,7 @@ fn inode_xattrs(tree: &Tree, id: Id, layout: Layout, object_numbers: &HashMap<Di
             .ok_or_else(|| input!("{}: attribute {} cannot be stored", tree.path_of(id), show(name)))?;
         push_xattr(&mut xattrs, index, rest, value);
     }
-    if let Kind::File(Data::Object(digest, _)) = &inode.kind {
+    if let FileKind::File(Data::Object(digest, _)) = &inode.kind {
         match layout {
             Layout::Metadata => push_redirect(&mut xattrs, &format!("/{}", digest.object_path())),
             // The entries of the prefix table in its order.

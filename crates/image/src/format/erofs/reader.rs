@@ -6,7 +6,7 @@
 use super::on_disk::*;
 use crate::digest::Digest;
 use crate::error::{Result, input};
-use crate::tree::{Data, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs, show};
+use crate::tree::{Data, FileKind, Id, Inode, Meta, ROOT, Tree, Xattrs, show};
 use std::collections::{BTreeMap, HashMap};
 
 /// What an image may use.
@@ -206,7 +206,7 @@ pub fn read(bytes: &[u8], limits: Limits) -> Result<Tree> {
                 return Err(input!("image: {} is twice in its directory", show(name)));
             }
             let id = match known.get(&nid) {
-                Some(&id) if !matches!(tree.inode(id).kind, Kind::Dir(_)) => id,
+                Some(&id) if !matches!(tree.inode(id).kind, FileKind::Dir(_)) => id,
                 Some(_) => return Err(input!("image: {} is a directory with two names", show(name))),
                 None => {
                     if known.len() >= limits.inodes {
@@ -235,15 +235,15 @@ fn read_inode<'a>(source: &Source<'a>, nid: u64) -> Result<(Inode, Option<Vec<(&
     let kind = match u32::from(raw.mode) & libc::S_IFMT {
         libc::S_IFDIR => {
             entries = Some(source.entries(source.content(&raw)?)?);
-            Kind::Dir(BTreeMap::new())
+            FileKind::Dir(BTreeMap::new())
         }
-        libc::S_IFLNK if raw.size < BLOCK => Kind::Symlink(source.content(&raw)?.into()),
+        libc::S_IFLNK if raw.size < BLOCK => FileKind::Symlink(source.content(&raw)?.into()),
         libc::S_IFLNK => return Err(input!("image: a link target of {} bytes", raw.size)),
-        libc::S_IFCHR => Kind::Char(major, minor),
-        libc::S_IFBLK => Kind::Block(major, minor),
-        libc::S_IFIFO => Kind::Fifo,
-        libc::S_IFSOCK => Kind::Socket,
-        libc::S_IFREG => Kind::File(read_data(source, &raw, &mut xattrs)?),
+        libc::S_IFCHR => FileKind::Char(major, minor),
+        libc::S_IFBLK => FileKind::Block(major, minor),
+        libc::S_IFIFO => FileKind::Fifo,
+        libc::S_IFSOCK => FileKind::Socket,
+        libc::S_IFREG => FileKind::File(read_data(source, &raw, &mut xattrs)?),
         other => return Err(input!("image: inode {nid} is of no known type ({other:#o})")),
     };
     let meta = Meta { xattrs, ..raw.meta };

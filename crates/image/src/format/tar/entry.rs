@@ -27,7 +27,7 @@ pub enum EntryKind {
 
 /// One entry of an archive.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct ArchiveEntry {
     /// Its path, as written.
     pub path: Vec<u8>,
     /// What it is.

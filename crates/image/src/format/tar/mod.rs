@@ -13,7 +13,7 @@ mod reader;
 mod sparse;
 mod write;
 
-pub use entry::{Acls, Entry, EntryKind};
+pub use entry::{Acls, ArchiveEntry, EntryKind};
 pub use reader::Reader;
 pub(crate) use sparse::Part;
 pub(crate) use write::{pad, write_header, write_sparse_header};
@@ -25,9 +25,9 @@ mod tests {
     use crate::tree::{Meta, Xattrs};
     use std::io::Read;
 
-    fn entry(path: &[u8], kind: EntryKind) -> Entry {
+    fn entry(path: &[u8], kind: EntryKind) -> ArchiveEntry {
         let meta = Meta { mode: 0o644, uid: 7, gid: 3_000_000, mtime_s: -5, mtime_ns: 12, xattrs: Xattrs::new() };
-        Entry { path: path.into(), kind, meta, acls: Acls::default(), has_foreign_acl: false, is_sparse: false }
+        ArchiveEntry { path: path.into(), kind, meta, acls: Acls::default(), has_foreign_acl: false, is_sparse: false }
     }
 
     #[test]

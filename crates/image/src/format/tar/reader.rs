@@ -1,6 +1,6 @@
 //! The reader: entries from a stream, one after another.
 
-use super::entry::{Acls, BLOCK, Entry, EntryKind};
+use super::entry::{Acls, ArchiveEntry, BLOCK, EntryKind};
 use super::fields::{check_sum, mtime, number, text};
 use super::pax::{Pax, parse_pax};
 use super::sparse::{Map, Part, SparseRecords, block_parts, check_parts, header_parts, map_before_data};
@@ -179,7 +179,7 @@ impl<R: Read> Reader<R> {
     ///
     /// # Errors
     /// Anything that is not plainly one archive.
-    pub fn next_entry(&mut self) -> Result<Option<Entry>> {
+    pub fn next_entry(&mut self) -> Result<Option<ArchiveEntry>> {
         self.skip_rest()?;
         let mut extended = Extended::default();
         while let Some(header) = self.next_header()? {
@@ -273,7 +273,7 @@ impl<R: Read> Reader<R> {
     }
 
     /// The entry of a header, with what the extended headers before it say.
-    fn entry(&mut self, header: &[u8; BLOCK], kind: u8, header_size: u64, extended: Extended) -> Result<Entry> {
+    fn entry(&mut self, header: &[u8; BLOCK], kind: u8, header_size: u64, extended: Extended) -> Result<ArchiveEntry> {
         let mut path = text(&header[..100]).to_vec();
         if &header[257..263] == b"ustar\0" && header[345] != 0 {
             path = [text(&header[345..500]), b"/", &path].concat();
@@ -315,7 +315,7 @@ impl<R: Read> Reader<R> {
         };
         let mode = (number(&header[100..108], "mode")? & 0o7777) as u16;
         let meta = Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs: pax.xattrs };
-        Ok(Entry { path, kind, meta, acls: pax.acls, has_foreign_acl: pax.has_foreign_acl, is_sparse })
+        Ok(ArchiveEntry { path, kind, meta, acls: pax.acls, has_foreign_acl: pax.has_foreign_acl, is_sparse })
     }
 
     /// Notes the names of an entry's owner and group: access control lists may have names alone.

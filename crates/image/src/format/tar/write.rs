@@ -1,17 +1,17 @@
 //! The headers of an entry, as this program writes them.
 
-use super::entry::{BLOCK, Entry, EntryKind};
+use super::entry::{ArchiveEntry, BLOCK, EntryKind};
 use super::pax::encode_keyword;
 use super::sparse::{Part, write_map};
 
 /// Writes one entry's headers, PAX where ustar's fields are too small; the caller appends the data and [`pad`]s it.
-pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
+pub(crate) fn write_header(out: &mut Vec<u8>, entry: &ArchiveEntry) {
     write(out, entry, None);
 }
 
 /// Writes the headers and the map of a sparse file of which the archive has `parts`, in the form 1.0 of GNU tar; the caller
 /// appends them, without what is between, and [`pad`]s them.
-pub(crate) fn write_sparse_header(out: &mut Vec<u8>, entry: &Entry, parts: &[Part]) {
+pub(crate) fn write_sparse_header(out: &mut Vec<u8>, entry: &ArchiveEntry, parts: &[Part]) {
     let map = write_map(parts);
     let stored = map.len() as u64 + parts.iter().map(|(_, length)| length).sum::<u64>();
     write(out, entry, Some(stored));
@@ -19,7 +19,7 @@ pub(crate) fn write_sparse_header(out: &mut Vec<u8>, entry: &Entry, parts: &[Par
 }
 
 /// Writes the headers; of a sparse file the archive has the `sparse` bytes that follow.
-fn write(out: &mut Vec<u8>, entry: &Entry, sparse: Option<u64>) {
+fn write(out: &mut Vec<u8>, entry: &ArchiveEntry, sparse: Option<u64>) {
     let mut records = Vec::new();
     let mut record = |key: &[u8], value: &[u8]| {
         let rest = key.len() + value.len() + 3;
@@ -95,7 +95,14 @@ fn write(out: &mut Vec<u8>, entry: &Entry, sparse: Option<u64>) {
 }
 
 /// One header block, with the mode, owner and time of `entry`.
-fn header_block(entry: &Entry, path: &[u8], kind: u8, size: u64, link: &[u8], device: (u32, u32)) -> [u8; BLOCK] {
+fn header_block(
+    entry: &ArchiveEntry,
+    path: &[u8],
+    kind: u8,
+    size: u64,
+    link: &[u8],
+    device: (u32, u32),
+) -> [u8; BLOCK] {
     let mut block = [0u8; BLOCK];
     let octal = |block: &mut [u8; BLOCK], at: usize, width: usize, value: u64| {
         let most = (1u64 << (3 * (width - 1))) - 1;

@@ -1,12 +1,12 @@
 //! The command line and the environment of a command.
 
-use super::run::Run;
+use super::run::ExecOptions;
 use crate::error::{Error, Result};
-use crate::store::Record;
+use crate::store::ImageRecord;
 use std::ffi::OsString;
 
 /// Program and arguments: the operator's, or else the image's own.
-pub(super) fn command(record: &Record, run: &Run) -> Result<(OsString, Vec<OsString>)> {
+pub(super) fn command(record: &ImageRecord, run: &ExecOptions) -> Result<(OsString, Vec<OsString>)> {
     let config = &record.config;
     let own = config.entrypoint.iter().chain(&config.cmd).map(OsString::from).collect();
     let words: Vec<OsString> = if run.command.is_empty() { own } else { run.command.clone() };
@@ -20,7 +20,7 @@ pub(super) fn command(record: &Record, run: &Run) -> Result<(OsString, Vec<OsStr
 }
 
 /// The environment: a default path and home, the image's variables, and the operator's, each over the ones before.
-pub(super) fn variables(record: &Record, run: &Run, home: String) -> Vec<(String, String)> {
+pub(super) fn variables(record: &ImageRecord, run: &ExecOptions, home: String) -> Vec<(String, String)> {
     let mut variables: Vec<(String, String)> = vec![
         ("PATH".into(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into()),
         ("HOME".into(), home),

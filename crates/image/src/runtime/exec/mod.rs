@@ -14,8 +14,8 @@ use crate::error::{At, Error, Result};
 use crate::link_farm::LinkFarm;
 use crate::proc_fd::open_path;
 use crate::runtime::mount::{Options, attach, in_initial_namespace, mount_detached};
-use crate::runtime::profile::{self, Watch};
-use crate::store::{Lease, Record, Store};
+use crate::runtime::profile::{self, OpenWatch};
+use crate::store::{ImageRecord, Lease, Store};
 use rustix::fs::AtFlags;
 use std::fs;
 use std::io;
@@ -23,7 +23,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::Command;
 
-pub use run::Run;
+pub use run::ExecOptions;
 
 /// Replaces this process by the command, which `become_it` does (exec(2)); must be called while it has one thread. Returns
 /// only errors. Record and lease are those of [`Store::hold`].
@@ -32,9 +32,9 @@ pub use run::Run;
 /// The kernel or user cannot mount; the command is not in the tree.
 pub fn exec(
     store: &Store,
-    record: &Record,
+    record: &ImageRecord,
     lease: &Lease,
-    run: &Run,
+    run: &ExecOptions,
     become_it: impl FnOnce(Command) -> io::Error,
 ) -> Error {
     match prepare(store, record, lease, run) {
@@ -47,7 +47,7 @@ pub fn exec(
 }
 
 /// Makes the image's tree the root of this process, and returns the command to become.
-fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<Command> {
+fn prepare(store: &Store, record: &ImageRecord, lease: &Lease, run: &ExecOptions) -> Result<Command> {
     // Before this process leaves the host's namespace and can no longer see the store.
     let watch = run.learn.map(|patience| profile::watch(store, &record.digest, patience)).transpose()?;
     // The disk can start to read while this process does other work.
@@ -60,16 +60,16 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
     let read_ahead = profile.and_then(|profile| profile.read_ahead(store, &record.digest));
     namespace::enter_private()?;
     let leases = open_path(&store.path("leases")).at(store.path("leases"))?;
-    let places = Places::new(store, run)?;
-    let (tree, mounted) = mount_detached(store, &record.digest, lease, &places.options, Some(&places.aside))?;
+    let mounts = MountPoints::new(store, run)?;
+    let (tree, mounted) = mount_detached(store, &record.digest, lease, &mounts.options, Some(&mounts.aside))?;
     if let Some(read_ahead) = read_ahead {
         read_ahead.look_up(&tree);
     }
     mounts::report(&tree, &mounted.notes);
-    attach(&tree, &places.root)?;
-    mounts::mount_system(&tree, places.options.upper.is_none())?;
+    attach(&tree, &mounts.root)?;
+    mounts::mount_system(&tree, mounts.options.upper.is_none())?;
     mounts::mount_binds(&tree, &run.binds)?;
-    enter_tree(&places, watch.as_ref(), &leases, lease)?;
+    enter_tree(&mounts, watch.as_ref(), &leases, lease)?;
     namespace::enter_workdir(record, run)?;
     let (program, arguments) = environment::command(record, run)?;
     let home = user::become_user(record, run, is_system_root)?;
@@ -79,7 +79,7 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
 }
 
 /// Where the tree and its parts are mounted in the private namespace.
-struct Places {
+struct MountPoints {
     options: Options,
     /// The tree.
     root: PathBuf,
@@ -87,10 +87,10 @@ struct Places {
     aside: PathBuf,
 }
 
-impl Places {
+impl MountPoints {
     /// All commands use one directory of the store: each sees only its own mounts there. Making and removing a directory
     /// of its own would wait for the disk. With scratch changes, everything is on a tmpfs in it.
-    fn new(store: &Store, run: &Run) -> Result<Self> {
+    fn new(store: &Store, run: &ExecOptions) -> Result<Self> {
         let mut options = run.mount.clone();
         let place = store.exec_place();
         if !run.scratch || options.upper.is_some() {
@@ -105,11 +105,11 @@ impl Places {
 }
 
 /// Makes the tree the root, and ends the lease: the mount table names the image now.
-fn enter_tree(places: &Places, watch: Option<&Watch>, leases: &OwnedFd, lease: &Lease) -> Result<()> {
+fn enter_tree(mounts: &MountPoints, watch: Option<&OpenWatch>, leases: &OwnedFd, lease: &Lease) -> Result<()> {
     if let Some(watch) = watch {
-        watch.begin(&places.root)?;
+        watch.begin(&mounts.root)?;
     }
-    namespace::pivot_to(&places.root)?;
+    namespace::pivot_to(&mounts.root)?;
     // By descriptor: the store is no longer visible, and the lease cannot remove its own file.
     let _ = rustix::fs::unlinkat(leases, lease.id(), AtFlags::empty());
     Ok(())

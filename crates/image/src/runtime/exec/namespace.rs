@@ -1,9 +1,9 @@
 //! The private namespaces of a command, and its way to the new root.
 
-use super::run::Run;
+use super::run::ExecOptions;
 use crate::error::{At, Error, Result};
 use crate::progress;
-use crate::store::Record;
+use crate::store::ImageRecord;
 use crate::sys;
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
@@ -58,7 +58,7 @@ fn enter(path: &Path, make: bool) -> rustix::io::Result<()> {
 }
 
 /// Changes to the directory where the command starts.
-pub(super) fn enter_workdir(record: &Record, run: &Run) -> Result<()> {
+pub(super) fn enter_workdir(record: &ImageRecord, run: &ExecOptions) -> Result<()> {
     let workdir = if run.workdir.is_empty() { &record.config.working_dir } else { &run.workdir };
     let workdir = Path::new("/").join(workdir);
     let shown = workdir.display();

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// What to run and how.
 #[derive(Clone, Debug, Default)]
-pub struct Run {
+pub struct ExecOptions {
     /// Program and arguments; the image's own entry point when empty.
     pub command: Vec<OsString>,
     /// NAME=VALUE, over the image's.

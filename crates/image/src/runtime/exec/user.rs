@@ -1,9 +1,9 @@
 //! The user of a command, by the tree's own passwd and group files.
 
-use super::run::Run;
+use super::run::ExecOptions;
 use crate::error::{At, Error, Result};
 use crate::progress;
-use crate::store::Record;
+use crate::store::ImageRecord;
 use std::fs;
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -97,7 +97,7 @@ impl User {
 ///
 /// Only root of the initial user namespace (`is_system_root`) has other users. For a plain user, an image that asks for another
 /// user runs as that plain user, and a note says so.
-pub(super) fn become_user(record: &Record, run: &Run, is_system_root: bool) -> Result<String> {
+pub(super) fn become_user(record: &ImageRecord, run: &ExecOptions, is_system_root: bool) -> Result<String> {
     let wanted = if run.user.is_empty() { &record.config.user } else { &run.user };
     if wanted.is_empty() {
         return Ok("/root".into());

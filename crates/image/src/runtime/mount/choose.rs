@@ -4,12 +4,12 @@ use super::directory::by_directory;
 use super::erofs::{by_file, by_loop_device};
 use super::kernel::{attach, in_initial_namespace};
 use super::native::{by_native_image, by_sharing_native_image, can_be_native};
-use super::options::{Kind, Mounted, Options};
+use super::options::{MountKind, Mounted, Options};
 use super::request::Request;
 use super::upper::prepare_upper;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::store::{Lease, Record, Store};
+use crate::store::{ImageRecord, Lease, Store};
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -35,7 +35,7 @@ fn check_mountpoint(target: &Path) -> Result<()> {
 ///
 /// # Errors
 /// A damaged image, a kernel or user that cannot.
-pub fn mount(store: &Store, record: &Record, target: &Path, options: &Options) -> Result<Mounted> {
+pub fn mount(store: &Store, record: &ImageRecord, target: &Path, options: &Options) -> Result<Mounted> {
     check_mountpoint(target)?;
     let lease = Lease::new(store)?;
     let profile = options.profile(store, &record.digest);
@@ -79,11 +79,11 @@ pub(crate) fn mount_detached(
         None => (None, Vec::new()),
     };
     let (fd, mut mounted) = match options.kind {
-        Kind::Native => by_native_image(&request)?,
-        Kind::Erofs => by_file(&request)?,
-        Kind::Loop => by_loop_device(&request)?,
-        Kind::Directory => by_directory(&request)?,
-        Kind::Auto => by_best(&request)?,
+        MountKind::Native => by_native_image(&request)?,
+        MountKind::Erofs => by_file(&request)?,
+        MountKind::Loop => by_loop_device(&request)?,
+        MountKind::Directory => by_directory(&request)?,
+        MountKind::Auto => by_best(&request)?,
     };
     mounted.notes.append(&mut notes);
     let damaged = store.count_damaged(digest);

@@ -1,7 +1,7 @@
 //! Mounts of a metadata directory: metadata as a directory of empty files with overlay attributes, for users that cannot mount
 //! EROFS. It is made once per image and id mapping, and checked by `verify`.
 
-use super::options::{Kind, Mounted};
+use super::options::{MountKind, Mounted};
 use super::request::Request;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
@@ -9,7 +9,7 @@ use crate::format::acl;
 use crate::layout::placed_objects;
 use crate::remove_tree::remove_tree;
 use crate::store::{FARM_SUFFIX, Lease, Store};
-use crate::tree::{Data, Id, Kind as FileKind, Tree, show, show_start};
+use crate::tree::{Data, FileKind, Id, Tree, show, show_start};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
@@ -37,7 +37,7 @@ pub(super) fn by_directory(request: &Request) -> Result<(OwnedFd, Mounted)> {
         made => made?,
     };
     let fd = request.overlay(&meta, &objects, in_user_namespace)?;
-    Ok((fd, request.mounted(Kind::Directory, notes)))
+    Ok((fd, request.mounted(MountKind::Directory, notes)))
 }
 
 /// What was left out, one line each.

@@ -29,5 +29,5 @@ pub(crate) use choose::mount_detached;
 pub(crate) use directory::{NO_DEV_NODES, difference};
 pub(crate) use kernel::{attach, erofs_mount, in_initial_namespace, overlay_mount};
 pub(crate) use native::{SHARED_OPTION, mount_shows_option};
-pub use options::{Kind, Mounted, Options};
+pub use options::{MountKind, Mounted, Options};
 pub use umount::umount;

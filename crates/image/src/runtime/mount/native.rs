@@ -4,7 +4,7 @@
 //! mount succeeds and shares nothing. Only the mount table shows whether the option took effect.
 
 use super::kernel::{OPTION_MAX, clone_mount, erofs_mount};
-use super::options::{Kind, Mounted};
+use super::options::{MountKind, Mounted};
 use super::request::Request;
 use crate::error::{At, Error, Result};
 use pagefold_os::mountinfo;
@@ -32,13 +32,13 @@ pub(super) fn by_native_image(request: &Request) -> Result<(OwnedFd, Mounted)> {
                 .into(),
         );
     }
-    Ok((fd, request.mounted(Kind::Native, notes)))
+    Ok((fd, request.mounted(MountKind::Native, notes)))
 }
 
 /// Mounts the self-contained image if the mount shares page cache.
 pub(super) fn by_sharing_native_image(request: &Request) -> Option<(OwnedFd, Mounted)> {
     let (fd, _) = mount_native(request).ok().filter(|(_, shares)| *shares)?;
-    Some((fd, request.mounted(Kind::Native, Vec::new())))
+    Some((fd, request.mounted(MountKind::Native, Vec::new())))
 }
 
 /// Mounts the self-contained image. Returns whether the mount shares page cache.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 /// How the metadata is shown; see the module's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum MountKind {
     /// The best that this kernel and user have.
     #[default]
     Auto,
@@ -26,7 +26,7 @@ pub enum Kind {
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Which metadata.
-    pub kind: Kind,
+    pub kind: MountKind,
     /// Directory for changes (`upper` and `work` are made in it); read-only without.
     pub upper: Option<PathBuf>,
     /// Ignore set-user-id bits.
@@ -50,7 +50,7 @@ impl Options {
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct Mounted {
     /// The kind used.
-    pub kind: Kind,
+    pub kind: MountKind,
     /// What is not as in the image, and what the operator should know, one line each.
     pub notes: Vec<String>,
     /// Bytes that the image's start profile had the kernel read ahead.

@@ -1,7 +1,7 @@
 //! What a mount is made from: the layers that the image has, checked before the kernel parses them.
 
 use super::kernel::{attach, overlay_mount};
-use super::options::{Kind, Mounted, Options};
+use super::options::{MountKind, Mounted, Options};
 use crate::digest::Digest;
 use crate::error::{At, Result};
 use crate::link_farm::{self, LinkFarm};
@@ -44,9 +44,10 @@ impl<'a> Request<'a> {
         aside: Option<&'a Path>,
         in_initial_namespace: bool,
     ) -> Result<Self> {
-        let is_directory = options.kind == Kind::Directory || options.kind == Kind::Auto && !in_initial_namespace;
+        let is_directory =
+            options.kind == MountKind::Directory || options.kind == MountKind::Auto && !in_initial_namespace;
         let farm = match options.kind {
-            Kind::Native => None,
+            MountKind::Native => None,
             _ => checked_farm(store, digest, lease, is_directory, aside.is_some())?,
         };
         let (metadata, mut objects) = match &farm {
@@ -77,7 +78,7 @@ impl<'a> Request<'a> {
         })
     }
 
-    pub(super) fn mounted(&self, kind: Kind, notes: Vec<String>) -> Mounted {
+    pub(super) fn mounted(&self, kind: MountKind, notes: Vec<String>) -> Mounted {
         Mounted { kind, notes, prefetched_bytes: 0 }
     }
 

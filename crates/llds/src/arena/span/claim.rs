@@ -5,7 +5,7 @@
 //! fault.
 
 use super::give_back::{SMALL_PAGE_SPANS, count_taken};
-use super::{Entry, FREE, HOLE, LARGE, Meta, REST, UNUSED};
+use super::{FREE, HOLE, LARGE, Meta, REST, SpanEntry, UNUSED};
 use crate::arena::class::SPAN_BYTES;
 use crate::arena::layout::{PART_SPANS, TILE_TABLE_BYTES};
 use crate::arena::thread_record::{INTENT_ALLOC, ThreadRecord};
@@ -189,7 +189,7 @@ impl Inner {
         let parts = &self.header().parts;
         let (have, need) = (parts.load(Ordering::Acquire) as usize, spans.div_ceil(PART_SPANS));
         for part in have..need {
-            let bytes = PART_SPANS * size_of::<Entry>();
+            let bytes = PART_SPANS * size_of::<SpanEntry>();
             self.map.secure(self.layout.table + part * bytes, bytes)?;
             let (hints, bytes) = self.layout.hints_of(part);
             self.map.secure(hints, bytes)?;

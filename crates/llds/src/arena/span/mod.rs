@@ -58,7 +58,7 @@ const LOG_ARENA_SPANS_MIN: usize = 128;
 
 /// The table entry of a span or a tile.
 #[repr(C)]
-pub(super) struct Entry {
+pub(super) struct SpanEntry {
     /// State, class, number of the owner's thread record (0 for none), length of a large block in spans or of a slab in
     /// tiles, and whether another thread asks for it.
     pub meta: AtomicU64,
@@ -66,7 +66,7 @@ pub(super) struct Entry {
     pub bits: AtomicU64,
 }
 
-const _: () = assert!(size_of::<Entry>() == ENTRY_BYTES);
+const _: () = assert!(size_of::<SpanEntry>() == ENTRY_BYTES);
 
 /// A `meta` word taken apart.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -395,17 +395,17 @@ impl Inner {
     }
 
     #[inline]
-    fn entry(&self, unit: impl Into<Unit>) -> &Entry {
+    fn entry(&self, unit: impl Into<Unit>) -> &SpanEntry {
         let unit = unit.into();
         let span = unit.span();
         assert!(span < self.layout.spans);
         let offset = match unit.tile() {
-            None => self.layout.table + span * size_of::<Entry>(),
-            Some(tile) => self.layout.tiles + span * TILE_TABLE_BYTES + tile % TILES * size_of::<Entry>(),
+            None => self.layout.table + span * size_of::<SpanEntry>(),
+            Some(tile) => self.layout.tiles + span * TILE_TABLE_BYTES + tile % TILES * size_of::<SpanEntry>(),
         };
         // SAFETY: the table has an entry for each span (index asserted), and each span a table of TILES entries. They lie
         // inside the mapping, are 16-byte aligned, and consist of atomics, for which every bit pattern is a value.
-        unsafe { &*self.map.base().add(offset).cast::<Entry>() }
+        unsafe { &*self.map.base().add(offset).cast::<SpanEntry>() }
     }
 
     #[inline]

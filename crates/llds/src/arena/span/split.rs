@@ -5,7 +5,7 @@
 //! which looks at them late claims none. A split span whose tiles are all free
 //! becomes a free span.
 
-use super::{Entry, FREE, Meta, REST, SMALL, SPLIT, UNUSED, Unit, tail_mask};
+use super::{FREE, Meta, REST, SMALL, SPLIT, SpanEntry, UNUSED, Unit, tail_mask};
 use crate::arena::class::{SLAB_TILES, TILES};
 use crate::arena::layout::{SPLIT_HINT, TILE_TABLE_BYTES};
 use crate::arena::{Error, Inner, fault};
@@ -120,7 +120,7 @@ impl Inner {
 
     /// Returns eight bytes: for each of eight tiles the class for which a slab that begins there may have room.
     fn tile_classes(&self, span: usize, index: usize) -> &AtomicU64 {
-        let entries = TILES * size_of::<Entry>();
+        let entries = TILES * size_of::<SpanEntry>();
         self.word((self.layout.tiles + span * TILE_TABLE_BYTES + entries + index * 8) as u64)
     }
 
