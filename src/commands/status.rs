@@ -5,7 +5,7 @@ use crate::output::{Style, Table, clean, print, print_json};
 use crate::remote_status::ImageStore;
 use crate::{daemon_client, units};
 use pagefold_daemon::status::{FILE_PAGES, Status, UnmanagedMemory};
-use pagefold_tier::quantile_bucket;
+use pagefold_daemon::waits::Waits;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -23,10 +23,14 @@ Saved: memory that would be in use without pagefold, less all that pagefold uses
 records and mappings, and its processes (daemon, keeper and agents).
 Live: managed, memory that pagefold scans; shared, mapped from one copy in the pool; zero, zero
 pages dropped; volatile, pages that change; unshared, unwritten for two scans, without an equal
-page; broken, shared once and written since; p50, p99 and longest wait of the program for pagefold.
+page; broken, shared once and written since.
 Cold: out, in the tier now; returned, by faults, prefetch and unpark; refaults, pages the program
-waited for, half of them (p50) and 99 of 100 (p99) at most this long; idle, how long a page must
-be idle before it is evicted; lost, pages that cannot return; waste, free slots in slabs.
+waited for; idle, how long a page must be idle before it is evicted; lost, pages that cannot
+return; waste, free slots in slabs.
+Waits: how long programs waited for pages that were being merged, or that were cold: half of the
+waits (p50), 99 of 100 (p99) and all (longest) were at most this long, in the last five minutes
+and (ever) since the program became a client.
+Not managed: memory that is neither merged nor evicted, where it is 1 MiB or more, and why.
 
 In JSON the counters have KSM's names where they mean the same: pages_shared are the slots in use,
 pages_sharing their mappings, general_profit the deduplicated bytes less pool, records and
@@ -118,15 +122,9 @@ fn render_cold(out: &mut String, status: &Status, style: Style) {
         );
     }
     if !status.cold.clients.is_empty() {
-        let heading = ["pid", "name", "domain", "out", "returned", "refaults", "p50", "p99", "idle", "lost"];
+        let heading = ["pid", "name", "domain", "out", "returned", "refaults", "idle", "lost"];
         let mut table = Table::new(style, &heading);
         for client in &status.cold.clients {
-            let quantile = |q| {
-                let bucket = quantile_bucket(&client.fault_us_log2, q);
-                bucket.map_or("-".to_owned(), |bucket| {
-                    format!("< {}", units::show_duration(Duration::from_micros(1 << bucket)))
-                })
-            };
             table.row([
                 client.pid.to_string(),
                 format!("{}{}", client.name, client.state_suffix()),
@@ -134,8 +132,6 @@ fn render_cold(out: &mut String, status: &Status, style: Style) {
                 units::show_size(client.pages_out * PAGE),
                 units::show_size(client.pages_returned * PAGE),
                 units::show_count(client.refaults),
-                quantile(0.5),
-                quantile(0.99),
                 if client.idle_s > 0.0 {
                     units::show_duration(Duration::from_secs_f64(client.idle_s))
                 } else {
@@ -184,6 +180,7 @@ fn render(status: &Status, style: Style) -> String {
     );
     render_clients(&mut out, status, style);
     render_cold(&mut out, status, style);
+    render_waits(&mut out, status, style);
     render_not_merged(&mut out, status);
     if !status.unmanaged_processes.is_empty() {
         out.push_str("\nnot managed:\n");
@@ -199,27 +196,10 @@ fn render_clients(out: &mut String, status: &Status, style: Style) {
     if status.clients.is_empty() {
         return;
     }
-    let heading = [
-        "pid",
-        "name",
-        "domain",
-        "managed",
-        "shared",
-        "zero",
-        "volatile",
-        "unshared",
-        "broken",
-        "p50",
-        "p99",
-        "longest wait",
-    ];
+    let heading = ["pid", "name", "domain", "managed", "shared", "zero", "volatile", "unshared", "broken"];
     let mut table = Table::new(style, &heading);
     for client in &status.clients {
         let size = |pages: u64| units::show_size(pages * PAGE);
-        let freeze = |q| {
-            let below = client.freeze_quantile_us(q).map(Duration::from_micros);
-            below.map_or("-".to_owned(), |below| format!("< {}", units::show_duration(below)))
-        };
         let is_parked = status.cold.clients.iter().any(|cold| cold.pid == client.pid && cold.parked);
         let name = match (client.stats.paused, is_parked) {
             (false, _) => client.name.clone(),
@@ -236,9 +216,6 @@ fn render_clients(out: &mut String, status: &Status, style: Style) {
             size(client.stats.pages_volatile),
             size(client.stats.pages_unshared),
             size(client.stats.pages_broken),
-            freeze(0.5),
-            freeze(0.99),
-            units::show_duration(Duration::from_nanos(client.freeze_ns_max)),
         ]);
     }
     out.push('\n');
@@ -265,6 +242,44 @@ fn render_unmanaged_memory(out: &mut String, status: &Status) {
         if !reasons.is_empty() {
             let _ = writeln!(out, "{} {} not managed: {}", client.pid, clean(&client.name), reasons.join("; "));
         }
+    }
+}
+
+/// How long clients waited, those that did.
+fn render_waits(out: &mut String, status: &Status, style: Style) {
+    let heading =
+        ["pid", "name", "waits for", "p50", "p99", "longest", "p50 ever", "p99 ever", "longest ever", "waits ever"];
+    let mut table = Table::new(style, &heading);
+    let mut add = |pid: i32, name: &str, cause: &str, recent: Waits, all: Waits| {
+        if all.count == 0 {
+            return;
+        }
+        let show = |us, of: Waits| match of.count {
+            0 => "-".to_owned(),
+            _ => units::show_duration(Duration::from_micros(us)),
+        };
+        table.row([
+            pid.to_string(),
+            name.to_owned(),
+            cause.to_owned(),
+            show(recent.p50_us, recent),
+            show(recent.p99_us, recent),
+            show(recent.max_us, recent),
+            show(all.p50_us, all),
+            show(all.p99_us, all),
+            show(all.max_us, all),
+            units::show_count(all.count),
+        ]);
+    };
+    for client in &status.clients {
+        add(client.pid, &client.name, "merging", client.waits_recent, client.waits);
+    }
+    for client in &status.cold.clients {
+        add(client.pid, &client.name, "cold pages", client.waits_recent, client.waits);
+    }
+    if !table.is_empty() {
+        out.push('\n');
+        out.push_str(&table.render(0));
     }
 }
 
@@ -329,6 +344,25 @@ mod tests {
         assert_eq!(text.matches("e?[31mvil?").count(), 6, "{text:?}");
         let disk = pagefold_disk::Status { mountpoint: hostile(), ..Default::default() };
         assert!(!(text + &render_disks(&[disk], Style::plain())).contains('\x1b'));
+    }
+
+    #[test]
+    fn waits_are_shown_for_both_causes_where_there_were_any() {
+        let all = Waits { count: 9, p50_us: 12, p99_us: 1500, max_us: 2_000_000 };
+        let recent = Waits { count: 1, p50_us: 11, p99_us: 320, max_us: 321 };
+        let mut status = Status::default();
+        let client = |pid, waits, waits_recent| Client { pid, waits, waits_recent, ..Client::default() };
+        status.clients = vec![client(7, all, recent), client(8, Waits::default(), Waits::default())];
+        status.cold.clients.push(ColdClient { pid: 9, waits: all, ..ColdClient::default() });
+        let text = render(&status, Style::plain());
+        let words = |pid: &str, cause: &str| {
+            let line = text.lines().find(|line| line.starts_with(pid) && line.contains(cause));
+            line.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+        };
+        let ever = "12.0 us 1.50 ms 2.0 s 9";
+        assert_eq!(words("7", "merging"), Some(format!("7 merging 11.0 us 320 us 321 us {ever}")), "{text}");
+        assert_eq!(words("9", "cold pages"), Some(format!("9 cold pages - - - {ever}")), "{text}");
+        assert_eq!(words("8", "merging"), None, "{text}");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use crate::units::{show_count, show_counted, show_duration, show_percent, show_s
 use pagefold_daemon::cold::ColdDomain;
 use pagefold_daemon::history::Point;
 use pagefold_daemon::status::{Client, Host};
+use pagefold_daemon::waits::Waits;
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
@@ -421,9 +422,12 @@ fn draw_cold(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
         show_short(sum(&cold.clients, |client| client.pages_evicted)),
         show_short(sum(&cold.clients, |client| client.pages_returned))
     ));
-    let [top, area] = Layout::vertical([Constraint::Length(1), Constraint::Min(0)]).areas(area);
-    frame.render_widget(Paragraph::new(sums), top);
     let clients = view.cold_clients();
+    let chosen = view.selected_row().map_or(&clients[..], |row| &clients[row..=row]);
+    let each = chosen.iter().map(|client| (client.waits_recent, client.waits));
+    let waits = Line::styled(waits(each), palette.dim());
+    let [top, area] = Layout::vertical([Constraint::Length(2), Constraint::Min(0)]).areas(area);
+    frame.render_widget(Paragraph::new(vec![sums, waits]), top);
     // There should be none lost: on a narrow screen the names are worth more.
     let lost = area.width >= ZERO_COLUMNS_MIN || clients.iter().any(|client| client.pages_lost > 0);
     let rows = clients.iter().map(|client| {
@@ -489,27 +493,26 @@ fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
             let name = format!("{} {}", process.pid, process.name);
             Line::styled(format!("not managed: {}: {}", shorten(&name, 20), process.reason), palette.warn())
         }
-        None => Line::styled(waits(&chosen), palette.dim()),
+        None => {
+            let each = chosen.iter().map(|client| (client.waits_recent, client.waits));
+            Line::styled(waits(each), palette.dim())
+        }
     });
     lines
 }
 
-/// How long programs waited for pages that were being merged.
-fn waits(clients: &[&Client]) -> String {
-    let mut all = Client::default();
-    for client in clients {
-        all.freeze_ns_max = all.freeze_ns_max.max(client.freeze_ns_max);
-        all.freeze_us.resize(all.freeze_us.len().max(client.freeze_us.len()), 0);
-        all.freeze_us.iter_mut().zip(&client.freeze_us).for_each(|(sum, count)| *sum += count);
-    }
-    let quantile = |q| all.freeze_quantile_us(q).map(|us| show_duration(Duration::from_micros(us)));
-    match (quantile(0.5), quantile(0.99)) {
-        (Some(half), Some(most)) => {
-            let longest = show_duration(Duration::from_nanos(all.freeze_ns_max));
-            format!("waits for merging: half below {half}, 99 % below {most}, longest {longest}")
+/// How long the program waited that waited longest: half of its waits, 99 of 100 and all, in the last minutes and ever.
+fn waits(each: impl Iterator<Item = (Waits, Waits)>) -> String {
+    let none = (Waits::default(), Waits::default());
+    let (recent, all) = each.fold(none, |(recent, all), one| (recent.worst(one.0), all.worst(one.1)));
+    let show = |waits: Waits| {
+        let times = [waits.p50_us, waits.p99_us, waits.max_us];
+        match waits.count {
+            0 => "none".to_owned(),
+            _ => times.map(|us| show_duration(Duration::from_micros(us))).join("/"),
         }
-        _ => "waits for merging: none".into(),
-    }
+    };
+    format!("5 min p50/p99/most wait {}; ever {}", show(recent), show(all))
 }
 
 /// A question, the filter that is typed, a message, or the keys.
@@ -621,8 +624,6 @@ mod tests {
 
     fn busy() -> View {
         let mut view = View::new(false);
-        let mut waits = vec![0; 22];
-        (waits[3], waits[21]) = (95, 5);
         for second in 0..100u64 {
             let client = |pid: i32| Client {
                 pid,
@@ -638,9 +639,8 @@ mod tests {
                     not_merged: [("pinned".into(), 5), ("mapping limit".into(), 7)].into(),
                     ..ClientStats::default()
                 },
-                // 95 freezes below 4 us, 5 below 96 us.
-                freeze_us: waits.clone(),
-                freeze_ns_max: 88_000,
+                waits: Waits { count: 100, p50_us: 4, p99_us: 96, max_us: 60 + pid.unsigned_abs() as u64 },
+                waits_recent: Waits { count: u64::from(pid == 7), p50_us: 3, p99_us: 5, max_us: 5 },
                 ..Client::default()
             };
             let domain = |name: &str| DomainStats { name: name.into(), ..DomainStats::default() };
@@ -673,6 +673,7 @@ mod tests {
                             domain: "alice".into(),
                             pages_out: 1000,
                             refaults: second * 7,
+                            waits: Waits { count: 3, p50_us: 16, p99_us: 128, max_us: 100 },
                             connected: true,
                             parked: true,
                             ..ColdClient::default()
@@ -705,7 +706,7 @@ mod tests {
             "merged 1,970/s",
             "max 1,970",
             "not merged: mapping limit 210, pinned 150",
-            "half below 4.00 us, 99 % below 96.0 us, longest 88.0 us",
+            "5 min p50/p99/most wait 3.00 us/5.00 us/5.00 us; ever 4.00 us/96.0 us/90.0 us",
             "q quit  ? help  Tab live  s shared  d all domains  / filter  p park  u unmerge",
         ] {
             assert!(text.contains(part), "`{part}` is not on\n{text}");
@@ -769,6 +770,7 @@ mod tests {
             (Pane::Images, "/var/lib/images"),
             (Pane::Cold, "sleeper (parked)"),
             (Pane::Cold, "faults 7/s"),
+            (Pane::Cold, "5 min p50/p99/most wait none; ever 16.0 us/128 us/100 us"),
         ] {
             view.pane = pane;
             let text = rendered(&view, 80, 24).join("\n");

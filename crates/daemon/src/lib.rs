@@ -14,6 +14,7 @@ mod memory_limits;
 mod program_filter;
 mod service;
 pub mod status;
+pub mod waits;
 
 pub use clients::forked_children::ForkedChildren;
 pub use config::{AttachRule, Config};

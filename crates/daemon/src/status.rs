@@ -1,9 +1,8 @@
 //! The daemon's status: one structure for `status`, `top`, JSON and metrics.
 
+use crate::waits::Waits;
 use pagefold_merge::stats::{ClientStats, DomainStats};
 use pagefold_protocol::channel::AgentCounters;
-use pagefold_protocol::wait_histogram;
-use pagefold_tier::quantile_bucket;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
@@ -77,9 +76,13 @@ pub struct Client {
     pub stop_ns: u64,
     /// Longest such stop, in nanoseconds.
     pub stop_ns_max: u64,
-    /// Freezes by duration: entry `i` counts those below [`wait_histogram::bucket_end`]`(i)`
+    /// Freezes by duration: entry `i` counts those below [`bucket_end`](pagefold_protocol::wait_histogram::bucket_end)`(i)`
     /// microseconds that no earlier entry counts, four entries to an octave.
     pub freeze_us: Vec<u64>,
+    /// Waits for pages that were frozen, since it became a client.
+    pub waits: Waits,
+    /// Those of the last five minutes.
+    pub waits_recent: Waits,
     /// Its memory that is not managed, by reason, the largest first. Looked at when a status is asked for, at most each few seconds.
     pub unmanaged: Vec<UnmanagedMemory>,
 }
@@ -98,11 +101,6 @@ pub struct UnmanagedMemory {
 }
 
 impl Client {
-    /// The duration in microseconds below which a share `q` of all freezes was; `None` if nothing was frozen.
-    pub fn freeze_quantile_us(&self, q: f64) -> Option<u64> {
-        quantile_bucket(&self.freeze_us, q).map(wait_histogram::bucket_end)
-    }
-
     /// Takes over what the client's agent counts in the channel. A new counter of the agent needs a field here, and this line.
     pub(crate) fn read_counters(&mut self, counters: &AgentCounters) {
         self.freezes = counters.freezes.load(Ordering::Relaxed);
@@ -221,18 +219,4 @@ pub struct Verified {
     pub wrong_pages: u64,
     /// What is wrong, the ledger's faults included: one line each, the first hundred of a domain.
     pub wrong: Vec<String>,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Client;
-
-    #[test]
-    fn quantiles_of_freezes_are_the_ends_of_their_buckets() {
-        let of = |freeze_us: Vec<u64>, q| Client { freeze_us, ..Client::default() }.freeze_quantile_us(q);
-        assert_eq!(of(vec![0; 8], 0.5), None);
-        assert_eq!([0.5, 0.98, 0.99, 1.0].map(|q| of(vec![98, 0, 1, 0, 1], q)), [Some(1), Some(1), Some(3), Some(5)]);
-        // A hostile client: the sum does not overflow.
-        assert!(of(vec![u64::MAX; 64], 0.5) >= of(vec![1; 64], 0.5));
-    }
 }

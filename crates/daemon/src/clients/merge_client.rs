@@ -10,6 +10,7 @@ use crate::clients::agent_time::note_cpu_ns;
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
 use crate::status::UnmanagedMemory;
+use crate::waits::PastCounts;
 use pagefold_entry::enter::Traces;
 use pagefold_entry::memory::Memory;
 use pagefold_entry::stop::{StopError, with_stopped};
@@ -66,6 +67,7 @@ pub struct SharedClient {
     pub traces: Option<Traces>,
     /// How often the threads of an attached program were stopped, for how long in all, and at most, in nanoseconds.
     pub stops: [AtomicU64; 3],
+    pub(crate) past_counts: Mutex<PastCounts>,
     /// What the last look found of its memory that is not managed.
     pub(crate) unmanaged: Mutex<Unmanaged>,
     channel: Channel,
@@ -92,6 +94,7 @@ impl SharedClient {
             manages_all: true,
             traces: None,
             stops: Default::default(),
+            past_counts: Mutex::default(),
             unmanaged: Mutex::default(),
             channel,
             cpu_ns: AtomicU64::new(0),
@@ -159,6 +162,7 @@ impl MergeClient {
                 manages_all: hello.a & message::HELLO_ALL != 0,
                 traces,
                 stops: Default::default(),
+                past_counts: Mutex::default(),
                 unmanaged: Mutex::default(),
                 channel,
                 cpu_ns: AtomicU64::new(0),

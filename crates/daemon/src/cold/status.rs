@@ -4,9 +4,11 @@
 
 use super::idle::policy::Activity;
 use super::tiers::Tiers;
+use crate::waits::Waits;
 use pagefold_os::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 /// A client of the cold tier, as status shows it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -36,6 +38,10 @@ pub struct ColdClient {
     pub fault_ns: u64,
     /// Faults by time from reading to answering: entry `i` counts those below 2^i microseconds.
     pub fault_us_log2: Vec<u64>,
+    /// Faults by time from reading to answering, since it became a client of this daemon.
+    pub waits: Waits,
+    /// Those of the last five minutes.
+    pub waits_recent: Waits,
     /// Evicted by `park` or the park policy, and not returned by `unpark` or, under a policy, found at work since.
     pub parked: bool,
     /// What it does, as the park policy sees it.
@@ -148,6 +154,13 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
             let counters = &client.counters;
             let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
             let activity = lock(&client.idleness).activity();
+            let fault_us_log2: Vec<u64> = counters.fault_us.iter().map(get).collect();
+            let (waits, waits_recent) = lock(&client.past_counts).waits(
+                Instant::now(),
+                &fault_us_log2,
+                |bucket| 1 << bucket,
+                get(&counters.fault_ns_max),
+            );
             status.clients.push(ColdClient {
                 pid: client.pid,
                 uid: client.uid,
@@ -160,7 +173,9 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
                 zero_faults: get(&counters.zero_faults),
                 pages_lost: client.table.head().lost.load(Ordering::Relaxed),
                 fault_ns: get(&counters.fault_ns),
-                fault_us_log2: counters.fault_us.iter().map(get).collect(),
+                fault_us_log2,
+                waits,
+                waits_recent,
                 // Without a policy a lent client has its memory here until it is unparked, so it is parked also under a
                 // successor.
                 parked: client.is_parked() || activity == Activity::Unwatched && client.lent.load(Ordering::Relaxed),

@@ -5,6 +5,7 @@ use crate::service::daemon::Daemon;
 use crate::service::http::{self, Request, Response};
 use crate::service::report;
 use crate::status::Status;
+use crate::waits::Waits;
 use pagefold_merge::stats::DomainStats;
 use pagefold_protocol::wait_histogram;
 use std::collections::{BTreeMap, HashSet};
@@ -198,6 +199,13 @@ pub fn render(status: &Status) -> String {
     let cold = rows(&status.cold.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name));
     families(&mut out, OF_COLD_CLIENTS, &cold);
     clients_by_activity(&mut out, &status.cold);
+    head(&mut out, "wait_seconds", "gauge", "How long programs waited at most, by share of their waits.");
+    for (labels, client) in rows(&status.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name)) {
+        waits(&mut out, &format!("{labels},for=\"merging\""), client.waits, client.waits_recent);
+    }
+    for (labels, client) in &cold {
+        waits(&mut out, &format!("{labels},for=\"cold\""), client.waits, client.waits_recent);
+    }
     head(&mut out, "cold_fault_seconds", "histogram", "From reading a fault to answering it.");
     for (labels, client) in &cold {
         let count = buckets(&mut out, "cold_fault_seconds", labels, &client.fault_us_log2, log2_end, |_| true);
@@ -205,6 +213,16 @@ pub fn render(status: &Status) -> String {
         let _ = writeln!(out, "pagefold_cold_fault_seconds_sum{{{labels}}} {}", client.fault_ns as f64 / 1e9);
     }
     out
+}
+
+/// Half, 99 of 100 and all waits since the beginning, and of the last minutes.
+fn waits(out: &mut String, labels: &str, all: Waits, recent: Waits) {
+    for (over, waits) in [("5m", recent), ("all", all)] {
+        for (quantile, us) in [("0.5", waits.p50_us), ("0.99", waits.p99_us), ("1", waits.max_us)] {
+            let of = format!("{labels},over=\"{over}\",quantile=\"{quantile}\"");
+            let _ = writeln!(out, "pagefold_wait_seconds{{{of}}} {}", us as f64 / 1e6);
+        }
+    }
 }
 
 /// How many clients of each tier do what, as the park policy sees it.

@@ -9,8 +9,10 @@ use pagefold_merge::Domain;
 use pagefold_merge::stats::DomainStats;
 use pagefold_os::procfs;
 use pagefold_os::sync::lock;
+use pagefold_protocol::wait_histogram;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 /// Memory of an agent in its client: code, stack and tables; estimated.
 const AGENT_BYTES: u64 = 256 << 10;
@@ -45,6 +47,12 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
                 ..Client::default()
             };
             client_status.read_counters(client.shared.counters());
+            (client_status.waits, client_status.waits_recent) = lock(&client.shared.past_counts).waits(
+                Instant::now(),
+                &client_status.freeze_us,
+                wait_histogram::bucket_end,
+                client_status.freeze_ns_max,
+            );
             client_status.unmanaged = lock(&client.shared.unmanaged).memory.clone();
             client_status.attached = client.shared.traces.is_some();
             [client_status.stops, client_status.stop_ns, client_status.stop_ns_max] =

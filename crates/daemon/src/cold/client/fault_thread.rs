@@ -143,6 +143,7 @@ impl Client {
             Served::Done => {
                 let ns = sched::quick_monotonic_ns().saturating_sub(fault.since_ns);
                 self.counters.fault_ns.fetch_add(ns, Ordering::Relaxed);
+                self.counters.fault_ns_max.fetch_max(ns, Ordering::Relaxed);
                 let bucket = (64 - (ns / 1000).leading_zeros() as usize).min(FAULT_BUCKETS - 1);
                 self.counters.fault_us[bucket].fetch_add(1, Ordering::Relaxed);
                 served += 1;

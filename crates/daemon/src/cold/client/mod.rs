@@ -32,6 +32,7 @@ use crate::cold::idle::policy::Idleness;
 use crate::cold::idle::waking::Wakings;
 use crate::cold::prefetcher::Prefetcher;
 use crate::memory_limits::MemoryLimits;
+use crate::waits::PastCounts;
 use ages::EvictionState;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
@@ -114,6 +115,7 @@ pub(crate) struct Counters {
     pub pages_written: AtomicU64,
     pub lost: AtomicU64,
     pub fault_ns: AtomicU64,
+    pub fault_ns_max: AtomicU64,
     pub fault_us: [AtomicU64; FAULT_BUCKETS],
     pub agent_cpu_ns: AtomicU64,
 }
@@ -141,6 +143,7 @@ pub(crate) struct Client {
     /// The socket of `link`, to notice its end.
     pub socket: Mutex<Option<Arc<Connection>>>,
     pub counters: Counters,
+    pub past_counts: Mutex<PastCounts>,
     /// Processor time of the agent before we heard from it.
     pub cpu_before_ns: OnceLock<u64>,
     /// It has ended: nothing is done for it any more.
@@ -247,6 +250,7 @@ impl Client {
             link: Mutex::new(None),
             socket: Mutex::new(None),
             counters: Counters::default(),
+            past_counts: Mutex::default(),
             cpu_before_ns: OnceLock::new(),
             gone: AtomicBool::new(false),
             lent: AtomicBool::new(false),
