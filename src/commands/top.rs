@@ -7,12 +7,13 @@ use crate::{remote_status, units};
 use crossterm::event::{self, Event, KeyEventKind};
 use pagefold_daemon::cold::ClientSelector;
 use pagefold_daemon::control::{self, Answer, Request};
+use pagefold_daemon::history::History;
 use std::io::{ErrorKind, IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Shortest time between samples: a sample costs the daemon a walk over its clients.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
@@ -170,11 +171,17 @@ fn outcome(order: Order, answer: std::io::Result<Answer>) -> String {
 fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
     let (sender, receiver) = sync_channel(1);
     std::thread::spawn(move || {
-        let started = Instant::now();
+        // The daemon whose past was asked for.
+        let mut daemon = None;
         let mut images = (Instant::now(), images());
         loop {
             let next = Instant::now() + interval;
-            let mut sample = take_sample(&socket, started);
+            let mut sample = take_sample(&socket);
+            let answering = sample.status.as_ref().map(|status| status.pid);
+            if answering.is_some() && answering != daemon {
+                daemon = answering;
+                sample.past = past(&socket);
+            }
             if images.0.elapsed() > remote_status::IMAGES_INTERVAL {
                 images = (Instant::now(), self::images());
             }
@@ -188,7 +195,15 @@ fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
     receiver
 }
 
-fn take_sample(socket: &Path, started: Instant) -> Sample {
+/// What a daemon knows of the last minutes; one of another version may not say it.
+fn past(socket: &Path) -> Option<History> {
+    match control::ask(socket, &Request::History {}) {
+        Ok(Answer::History(history)) => Some(*history),
+        _ => None,
+    }
+}
+
+fn take_sample(socket: &Path) -> Sample {
     let (status, trouble) = match control::ask(socket, &Request::Status {}) {
         Ok(Answer::Status(status)) => (Some(*status), None),
         Ok(Answer::Error { message }) => (None, Some(message)),
@@ -199,7 +214,8 @@ fn take_sample(socket: &Path, started: Instant) -> Sample {
         // The cure first: the line may be cut.
         Err(error) => (None, Some(format!("no daemon; `pagefold run` starts one ({}: {error})", socket.display()))),
     };
-    Sample { at: started.elapsed(), status, trouble, disks: disks(), ..Sample::default() }
+    let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    Sample { at, status, trouble, disks: disks(), ..Sample::default() }
 }
 
 /// The mounts of this user that answer.

@@ -19,8 +19,10 @@ const CHOOSE: &str = "select a client first: up, down";
 /// What all parts of pagefold do at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// Time of the sample, since any fixed moment.
+    /// Time of the sample, since 1970.
     pub at: Duration,
+    /// The daemon's past, which takes the place of what is known so far.
+    pub past: Option<History>,
     /// The daemon's status; `None` if no daemon answers.
     pub status: Option<Status>,
     /// Why there is no status.
@@ -221,7 +223,10 @@ impl View {
     }
 
     /// Takes a new sample. A daemon that was started anew counts from zero: rates are then zero, not negative.
-    pub fn push(&mut self, sample: Sample) {
+    pub fn push(&mut self, mut sample: Sample) {
+        if let Some(past) = sample.past.take() {
+            self.history = past;
+        }
         let before = &self.last;
         let seconds = sample.at.saturating_sub(before.at).as_secs_f64();
         let per_second = |now: u64, then: Option<u64>| match then {
@@ -513,6 +518,20 @@ mod tests {
 
     fn pids(view: &View) -> Vec<i32> {
         view.clients().iter().map(|client| client.pid).collect()
+    }
+
+    #[test]
+    fn graphs_begin_with_the_past_of_the_daemon() {
+        let mut past = History::default();
+        for second in 0..30u64 {
+            past.push(second as f64, sample(0, second * 10).status.as_ref().expect("a status"));
+        }
+        let mut view = View::new(false);
+        view.push(Sample { past: Some(past), ..sample(31, 310) });
+        assert_eq!(view.history().len(), 31);
+        assert_eq!(view.now().merged, 10.0, "its rate follows from the daemon's last sample");
+        view.domain = Some("a".into());
+        assert_eq!(view.history().len(), 31);
     }
 
     #[test]

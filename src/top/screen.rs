@@ -7,7 +7,7 @@ use crate::output::shorten;
 use crate::units::{show_count, show_counted, show_duration, show_percent, show_size, show_size_signed};
 use pagefold_daemon::cold::ColdDomain;
 use pagefold_daemon::history::Point;
-use pagefold_daemon::status::{Client, Host};
+use pagefold_daemon::status::Host;
 use pagefold_daemon::waits::Waits;
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};

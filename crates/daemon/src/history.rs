@@ -1,10 +1,10 @@
-//! What the graphs show: a bounded past. The daemon keeps it so that it is there when a page is opened; `top` keeps its own.
+//! What the graphs show: a bounded past. The daemon keeps it so that it is there when a page is opened; `top` begins with its copy.
 //!
 //! Two rings for all domains together and for each domain: every sample of the last ten minutes, and the mean of each
 //! minute of the last day. Memory is bounded by the number of domains that are remembered, not by time.
 
 use crate::status::Status;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Points of each fine ring: ten minutes at one a second.
@@ -17,7 +17,8 @@ pub const COARSE_SECONDS: f64 = 60.0;
 pub const DOMAINS_MAX: usize = 16;
 
 /// What is drawn, at one moment; rates are per second since the moment before.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Point {
     /// Seconds since 1970.
     pub time: f64,
@@ -67,7 +68,8 @@ impl Point {
 }
 
 /// What has to be remembered of a sample to tell the next one's rates.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 struct Counters {
     saved_bytes: f64,
     cold_bytes: f64,
@@ -78,12 +80,17 @@ struct Counters {
     cow_breaks: u64,
 }
 
-#[derive(Clone, Debug, Default)]
+/// Only every sample of the last minutes is for other processes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 struct Series {
     last: Option<(f64, Counters)>,
     fine: VecDeque<Point>,
+    #[serde(skip)]
     coarse: VecDeque<Point>,
+    #[serde(skip)]
     minute: Point,
+    #[serde(skip)]
     minute_points: f64,
 }
 
@@ -167,7 +174,8 @@ pub struct Past {
 }
 
 /// The past of all domains.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct History {
     all: Series,
     domains: BTreeMap<String, Series>,
@@ -268,6 +276,14 @@ mod tests {
         assert_eq!((past.fine.time.len(), past.coarse.time.len()), (FINE_POINTS_MAX, COARSE_POINTS_MAX));
         assert!(past.fine.merged.iter().all(|rate| *rate == 10.0), "{:?}", &past.fine.merged[..5]);
         assert!(past.coarse.saved_bytes.iter().all(|bytes| *bytes == 4096.0));
+        // Another process gets the samples, and its next one has rates.
+        let text = serde_json::to_string(&history).expect("JSON");
+        let mut copy: History = serde_json::from_str(&text).expect("a history");
+        assert_eq!(copy.fine(None), history.fine(None));
+        assert_eq!(copy.fine(Some("d0")), history.fine(Some("d0")));
+        let last = history.fine(None).back().expect("a point").time;
+        copy.push(last + 2.0, &status(&names[..1], (last as u64 + 2) * 10));
+        assert_eq!(copy.fine(None).back().expect("a point").merged, 10.0);
         assert!(past.coarse.time.windows(2).all(|pair| pair[1] - pair[0] == COARSE_SECONDS));
     }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 /// The recent past. It reaches back for up to one [`STEP`] longer.
 pub const RECENT: Duration = Duration::from_secs(300);
 /// Time between two copies of the counts.
-pub(crate) const STEP: Duration = Duration::from_secs(30);
+const STEP: Duration = Duration::from_secs(30);
 
 /// Times for which accesses of a program waited, in microseconds. Each is an upper bound, as counts are by duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,6 +6,7 @@ use crate::clients::refusals::Refusals;
 use crate::clients::unmanaged::Looks;
 use crate::cold::tiers::Tiers;
 use crate::config::Config;
+use crate::history::History;
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd;
 use pagefold_os::wait::Bell;
@@ -44,6 +45,9 @@ pub struct Daemon {
     pub(crate) last_busy: Mutex<Instant>,
     pub(crate) more_metrics: OnceLock<MoreMetrics>,
     pub(crate) more_status: OnceLock<MoreStatus>,
+    pub(crate) history: Mutex<History>,
+    /// The page takes samples, more often than the daemon would.
+    pub(crate) page_samples: AtomicBool,
     /// Progress of `verify`: pages compared, and of how many.
     pub(crate) verified: [AtomicU64; 2],
 }
@@ -68,6 +72,8 @@ impl Daemon {
             last_busy: Mutex::new(Instant::now()),
             more_metrics: OnceLock::new(),
             more_status: OnceLock::new(),
+            history: Mutex::default(),
+            page_samples: AtomicBool::new(false),
             verified: Default::default(),
         })
     }

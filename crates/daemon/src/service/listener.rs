@@ -2,8 +2,7 @@
 
 use crate::cold::handover::{adopt, shutdown};
 use crate::service::daemon::Daemon;
-use crate::service::{admission, attach, control, http, idle, metrics, report, started_programs, web};
-use crate::waits;
+use crate::service::{admission, attach, control, http, idle, metrics, sampler, started_programs, web};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::sock;
 use pagefold_os::sync::lock;
@@ -128,8 +127,8 @@ fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<Served
     }
     let entering = daemon.clone();
     thread::Builder::new().name("started".into()).spawn(move || started_programs::follow(&entering))?;
-    let counting = daemon.clone();
-    thread::Builder::new().name("waits".into()).spawn(move || keep_counts(&counting))?;
+    let sampled = daemon.clone();
+    thread::Builder::new().name("sample".into()).spawn(move || sampler::follow(&sampled))?;
     let mut served = Vec::new();
     if let Some(at) = &daemon.config.metrics {
         let metrics = metrics::serve(daemon.clone(), at).map_err(|error| with_subject("--metrics", &error));
@@ -140,18 +139,6 @@ fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<Served
         served.extend(unless_optional(daemon, page)?.map(|page| ("page", page)));
     }
     Ok((monitor, served))
-}
-
-/// Looks at the status now and then while there are clients: with it each client keeps its counts, which tell later how long it waited
-/// recently.
-fn keep_counts(daemon: &Daemon) {
-    while !daemon.is_stopping() {
-        let mut polls = [libc::pollfd { fd: daemon.stopped.fd().raw(), events: libc::POLLIN, revents: 0 }];
-        let _ = fd::poll(&mut polls, waits::STEP.as_millis() as i32);
-        if !daemon.live.is_empty() || daemon.cold.is_in_use() {
-            report::status(daemon);
-        }
-    }
 }
 
 /// Another daemon of this machine may have the address, which the configuration file names for all daemons. A daemon that was

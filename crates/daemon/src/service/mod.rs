@@ -13,6 +13,7 @@ pub mod listener;
 pub mod metrics;
 mod park;
 mod report;
+mod sampler;
 mod started_programs;
 mod verify;
 pub mod web;

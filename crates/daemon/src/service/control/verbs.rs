@@ -6,9 +6,11 @@
 use crate::cold::handover::shutdown;
 use crate::cold::selector::ClientSelector;
 use crate::cold::tiers::Tiers;
+use crate::history::History;
 use crate::service::daemon::Daemon;
 use crate::service::{attach, park, report, verify};
 use crate::status::{Status, Verified};
+use pagefold_os::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
@@ -18,6 +20,8 @@ use std::sync::atomic::Ordering;
 pub enum Request {
     /// The status of everything.
     Status {},
+    /// The samples of the last minutes.
+    History {},
     /// Give the process private copies of its merged pages, and merge it no more.
     Unmerge {
         /// Process id of the client.
@@ -81,6 +85,8 @@ pub enum ColdOnStop {
 pub enum Answer {
     /// To `Status`.
     Status(Box<Status>),
+    /// To `History`.
+    History(Box<History>),
     /// To `Verify`.
     Verified(Verified),
     /// Done, for so many clients. To `Stop`: so many clients' cold memory was not returned.
@@ -118,7 +124,7 @@ impl Request {
     /// True for a request that takes no time, however much memory the daemon manages.
     pub(super) fn is_quick(&self) -> bool {
         match self {
-            Request::Status {} | Request::Stop { cold: None | Some(ColdOnStop::Keep) } => true,
+            Request::Status {} | Request::History {} | Request::Stop { cold: None | Some(ColdOnStop::Keep) } => true,
             Request::Stop { cold: Some(ColdOnStop::Return) }
             | Request::Unmerge { .. }
             | Request::Pause { .. }
@@ -139,6 +145,7 @@ pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer 
             daemon.unmanaged_looks.look(&daemon.live);
             Answer::Status(Box::new(report::status(daemon)))
         }
+        Request::History {} => Answer::History(Box::new(lock(&daemon.history).clone())),
         Request::Verify {} => Answer::Verified(verify::verify(daemon)),
         Request::Stop { cold } => Answer::Done { count: cold.map_or(0, |cold| prepare_stop(&daemon.cold, cold)) },
         Request::Park { clients } => match park::park(daemon, clients) {

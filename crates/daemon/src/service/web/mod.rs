@@ -4,12 +4,12 @@
 //! `/history.json` and can change nothing. A thread takes a sample a second, so that readers cost the clients nothing,
 //! however many they are.
 
-use crate::history::History;
 use crate::service::daemon::Daemon;
 use crate::service::http::{self, Request, Response};
-use crate::service::report;
+use crate::service::sampler;
 use pagefold_os::sync::lock;
 use std::io;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, SystemTime};
@@ -22,7 +22,6 @@ const PAGE: &str = include_str!("page.html");
 #[derive(Default)]
 struct Seen {
     status: Vec<u8>,
-    history: History,
     /// The status was read since the last sample.
     asked: bool,
 }
@@ -34,13 +33,15 @@ struct Seen {
 pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Served> {
     let seen = Arc::new(Mutex::new(Seen::default()));
     sample(&daemon, &seen);
-    let (sampled, sampler) = (seen.clone(), daemon.clone());
+    let (sampled, watched) = (seen.clone(), daemon.clone());
     let answering = daemon;
-    let name = http::serve("web", at, move |request| (!answering.is_stopping()).then(|| answer(&seen, request)))?;
+    let name =
+        http::serve("web", at, move |request| (!answering.is_stopping()).then(|| answer(&answering, &seen, request)))?;
+    watched.page_samples.store(true, Ordering::Relaxed);
     thread::Builder::new().name("web-sample".into()).spawn(move || {
-        while !sampler.is_stopping() {
+        while !watched.is_stopping() {
             thread::sleep(INTERVAL);
-            sample(&sampler, &sampled);
+            sample(&watched, &sampled);
         }
     })?;
     Ok(name)
@@ -50,19 +51,16 @@ fn sample(daemon: &Daemon, seen: &Mutex<Seen>) {
     if std::mem::take(&mut lock(seen).asked) {
         daemon.unmanaged_looks.look(&daemon.live);
     }
-    let status = report::status(daemon);
-    let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
+    let status = sampler::sample(daemon);
     let mut shown = serde_json::to_value(&status).unwrap_or_default();
     if let (Some(shown), Some(more)) = (shown.as_object_mut(), daemon.more_status.get()) {
         more(shown);
     }
     let text = serde_json::to_vec(&shown).unwrap_or_default();
-    let mut seen = lock(seen);
-    seen.status = text;
-    seen.history.push((time * 1e3).round() / 1e3, &status);
+    lock(seen).status = text;
 }
 
-fn answer(seen: &Mutex<Seen>, request: &Request) -> Response {
+fn answer(daemon: &Daemon, seen: &Mutex<Seen>, request: &Request) -> Response {
     const JSON: &str = "application/json; charset=utf-8";
     match request.path.as_str() {
         "/" | "/index.html" => page(),
@@ -74,8 +72,8 @@ fn answer(seen: &Mutex<Seen>, request: &Request) -> Response {
         "/history.json" => {
             let since = request.value("since").map(str::parse::<f64>);
             match since {
-                Some(Ok(since)) if since.is_finite() => history(seen, request, since),
-                None => history(seen, request, f64::NEG_INFINITY),
+                Some(Ok(since)) if since.is_finite() => history(daemon, request, since),
+                None => history(daemon, request, f64::NEG_INFINITY),
                 Some(_) => Response::line("400 Bad Request", "since wants seconds since 1970"),
             }
         }
@@ -83,8 +81,8 @@ fn answer(seen: &Mutex<Seen>, request: &Request) -> Response {
     }
 }
 
-fn history(seen: &Mutex<Seen>, request: &Request, since: f64) -> Response {
-    let past = lock(seen).history.past(request.value("domain"), since);
+fn history(daemon: &Daemon, request: &Request, since: f64) -> Response {
+    let past = lock(&daemon.history).past(request.value("domain"), since);
     Response::ok("application/json; charset=utf-8", serde_json::to_vec(&past).unwrap_or_default())
 }
 
