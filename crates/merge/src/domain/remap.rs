@@ -259,6 +259,12 @@ impl Domain {
         }
         self.unreserve(piece, merged);
         let failed = piece.range.start + u64::from(merged) * PAGE;
+        for addr in (failed..piece.range.end).step_by(PAGE_SIZE) {
+            // The look before the freeze found zeros there. What was written since is protected by now, and no look will tell of it.
+            if work.table.state(addr) == PageState::Unknown {
+                work.table.set(addr, PageState::Armed { silent: 0, backoff: 0, fresh: false });
+            }
+        }
         let whole = PageRun { range: piece.range, target: piece.slot };
         if outcome.why == RefusalReason::Limit {
             work.rest_until = work.period + REST_PERIODS;
