@@ -31,17 +31,18 @@ names; the command line wins.
 Environment:
   NO_COLOR              no colours, as without a terminal
   PAGEFOLD_CONFIG       the file with defaults, as --config
-  PAGEFOLD_SOCKET       the daemon's socket, as --socket; `run` sets it for what it runs
+  PAGEFOLD_SOCKET       the daemon's socket, as --socket; `run` sets it
   PAGEFOLD_STORE        the store of image trees, as image --store
-  PAGEFOLD_RUNTIME_DIR  where the agent and the sockets of daemon and mounts lie; else
+  PAGEFOLD_RUNTIME_DIR  files of agent, daemon and mounts; without it
                         $XDG_RUNTIME_DIR/pagefold (root: /run/pagefold)
 
 Exit status:
   0    done, and all is well
-  1    failed, or what was looked at is not well (doctor, scan, verify, demo)
+  1    failed, or something is not well (doctor, scan, verify, demo)
   2    wrong usage
-  run and image exec take the process over and pass its own status on; they themselves fail with
-  125 (run also for wrong usage), or 126 if the program cannot be run, 127 if it is not found.")]
+  125  run and image exec failed (run also for wrong usage)
+  126  they cannot run the program
+  127  they do not find it; otherwise their status is the program's")]
 struct Cli {
     /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file (`./none` is one)
     #[arg(long, global = true, value_name = "PATH", display_order = 900)]

@@ -22,7 +22,7 @@ Examples:
   pagefold daemon --workers 4 --scan-interval 5s --pool-max 16G
   pagefold daemon --metrics 127.0.0.1:9199
   pagefold daemon --web 127.0.0.1:9200   then open http://127.0.0.1:9200/
-  pagefold daemon --replace --web 127.0.0.1:9200   where a daemon runs already
+  pagefold daemon --replace --web 127.0.0.1:9200   instead of another
   systemctl enable --now pagefold        (with the package's unit)
 
 From another machine: ssh -L 9200:127.0.0.1:9200 HOST, then the same address.

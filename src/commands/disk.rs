@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 /// Serve disk images through one page cache that keeps equal blocks once
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
-  pagefold disk scan /srv/images
-  pagefold disk mount /srv/images /mnt/images --cache-size 8G --background
+  pagefold disk scan /srv/vms
+  pagefold disk mount /srv/vms /mnt/vms --background --cache-size 8G
   pagefold disk status
-  pagefold disk umount /mnt/images")]
+  pagefold disk umount /mnt/vms")]
 pub struct Args {
     #[command(subcommand)]
     command: DiskCommand,
@@ -37,10 +37,10 @@ enum DiskCommand {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold disk mount /srv/images /mnt/images --cache-size 8G\n  \
-    pagefold disk mount /srv/images /mnt/images --background --fingerprints ./fp\n  \
-    pagefold disk mount /srv/images /mnt/images --nbd /run/images.sock\n\n\
-    Point the VMs at /mnt/images, with cache=none, and change the files below /srv/images through the mount only.")]
+#[command(after_help = "Examples:\n  pagefold disk mount /srv/vms /mnt/vms --cache-size 8G\n  \
+    pagefold disk mount /srv/vms /mnt/vms --background --fingerprints ./fp\n  \
+    pagefold disk mount /srv/vms /mnt/vms --nbd /run/images.sock\n\n\
+    Point the VMs at /mnt/vms, with cache=none, and change the files below /srv/vms through the mount only.")]
 struct MountArgs {
     /// Directory with the images
     directory: PathBuf,
@@ -118,8 +118,8 @@ fn flush_interval(text: &str) -> Result<Duration, String> {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold disk umount /mnt/images\n  pagefold disk umount --force /mnt/images   \
-    # its disk refuses, or it hangs")]
+#[command(after_help = "Examples:\n  pagefold disk umount /mnt/vms\n  pagefold disk umount --force /mnt/vms   \
+    # its disk fails or hangs")]
 struct UmountArgs {
     /// The mount point
     mountpoint: PathBuf,
@@ -134,7 +134,7 @@ struct UmountArgs {
 
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  pagefold disk status\n  pagefold disk status /mnt/images --json | jq .memory_saved_bytes"
+    after_help = "Examples:\n  pagefold disk status\n  pagefold disk status /mnt/vms --json | jq .memory_saved_bytes"
 )]
 struct StatusArgs {
     /// The mount point; all mounts of this user if left out
@@ -145,7 +145,7 @@ struct StatusArgs {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold disk scan /srv/images\n  pagefold disk scan a.raw b.raw c.qcow2 --json")]
+#[command(after_help = "Examples:\n  pagefold disk scan /srv/vms\n  pagefold disk scan a.raw b.raw c.qcow2 --json")]
 struct ScanArgs {
     /// Images, or directories of images
     #[arg(required = true)]

@@ -10,7 +10,7 @@ use std::process::ExitCode;
   pagefold env --manage all > /run/pagefold/web.env
   podman run --env-file /run/pagefold/web.env \\
     -v /run/pagefold:/run/pagefold:ro IMAGE
-  env $(pagefold env --domain customer-7) qemu-system-x86_64 -m 2G disk.img
+  env $(pagefold env --domain customer-7) qemu-system-x86_64 disk.img
 
 The lines name the agent and the daemon's socket, which the program must find at the same paths. No
 daemon is started: without one the program runs as usual, and is merged once a daemon starts.

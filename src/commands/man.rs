@@ -33,12 +33,16 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
 
 /// Where things lie, for the tool's own page.
 const FILES: &str = "\
-  /etc/pagefold/pagefold.toml              defaults for options, for all users
-  $XDG_CONFIG_HOME/pagefold/pagefold.toml  for one user; ~/.config where that is not set
-  /run/pagefold/                           root's sockets and agent; other users' lie in
-                                           $XDG_RUNTIME_DIR/pagefold/, else in /tmp/pagefold-UID/
-  /var/lib/pagefold/images/                root's image trees; other users' lie in
-                                           ~/.local/share/pagefold/images/";
+  /etc/pagefold/pagefold.toml
+      defaults for options, for all users
+  $XDG_CONFIG_HOME/pagefold/pagefold.toml
+      the same for one user; in ~/.config where that is not set
+  /run/pagefold/
+      root's sockets and agent; other users' lie in
+      $XDG_RUNTIME_DIR/pagefold/, else in /tmp/pagefold-UID/
+  /var/lib/pagefold/images/
+      root's image trees; other users' lie in
+      ~/.local/share/pagefold/images/";
 
 /// Commands that belong together, beside the members of a group.
 const RELATED: &[&[&str]] = &[
@@ -155,7 +159,6 @@ fn see_also(command: &Command, above: &[&Command]) -> String {
 }
 
 /// The text after the options as sections, in the usual order: its paragraphs begin with the section's name, or are notes.
-/// Lines stay lines, for examples and tables would be no more if they were filled.
 fn sections(text: &str, more: Option<(&'static str, &str)>) -> String {
     const ORDER: [&str; 5] = ["EXIT STATUS", "ENVIRONMENT", "FILES", "NOTES", "EXAMPLES"];
     const NAMED: [(&str, &str); 3] =
@@ -176,12 +179,31 @@ fn sections(text: &str, more: Option<(&'static str, &str)>) -> String {
     parts.sort_by_key(|(name, _)| ORDER.iter().position(|known| known == name));
     let mut page = String::new();
     for (name, body) in parts {
-        page += &format!(".SH \"{name}\"\n.nf\n");
+        page += &format!(".SH \"{name}\"\n");
         // A sentence goes on behind its name; the lines of a list stand below it, and stay as they are.
         let body = body.strip_prefix(' ').filter(|rest| !rest.starts_with(' ')).unwrap_or(&body);
-        for line in body.trim_matches('\n').lines() {
-            page += &format!("{}\n", escaped(line.trim_end()));
+        page += &paragraphs(body.trim_matches('\n'));
+    }
+    page
+}
+
+/// Sentences fill the width of the page. Indented lines, of examples and tables, stay lines.
+fn paragraphs(body: &str) -> String {
+    let mut page = String::new();
+    let mut stays = false;
+    for line in body.lines().map(str::trim_end) {
+        let is_indented = line.starts_with(' ');
+        if is_indented != stays && !line.is_empty() {
+            page += if is_indented { ".nf\n" } else { ".fi\n" };
+            stays = is_indented;
         }
+        page += &match line {
+            "" if stays => "\n".to_owned(),
+            "" => ".PP\n".to_owned(),
+            _ => format!("{}\n", escaped(line)),
+        };
+    }
+    if stays {
         page += ".fi\n";
     }
     page
@@ -203,12 +225,28 @@ mod tests {
         let text = "Examples:\n  pagefold -x 'a\\b'\n.dot\n\nA note.\n\nExit status: 3 is odd.\n\nAnother.";
         assert_eq!(
             sections(text, Some(("FILES", "  /a"))),
-            ".SH \"EXIT STATUS\"\n.nf\n3 is odd.\n.fi\n\
+            ".SH \"EXIT STATUS\"\n3 is odd.\n\
              .SH \"FILES\"\n.nf\n  /a\n.fi\n\
-             .SH \"NOTES\"\n.nf\nA note.\n\nAnother.\n.fi\n\
-             .SH \"EXAMPLES\"\n.nf\n  pagefold \\-x 'a\\eb'\n\\&.dot\n.fi\n"
+             .SH \"NOTES\"\nA note.\n.PP\nAnother.\n\
+             .SH \"EXAMPLES\"\n.nf\n  pagefold \\-x 'a\\eb'\n.fi\n\\&.dot\n"
         );
         assert!(sections("", None).contains("0 on success, 1 on failure, 2 on wrong usage."));
+    }
+
+    /// The indent of a section takes seven of eighty columns.
+    #[test]
+    fn lines_that_stay_lines_fit_a_terminal() {
+        let mut root = crate::Cli::command().disable_help_subcommand(true);
+        root.build();
+        let mut todo = vec![&root];
+        while let Some(command) = todo.pop() {
+            todo.extend(command.get_subcommands());
+            let more = command.get_after_long_help().or_else(|| command.get_after_help());
+            let text = format!("{FILES}\n{}", more.map(ToString::to_string).unwrap_or_default());
+            for line in text.lines().filter(|line| line.starts_with(' ')) {
+                assert!(line.chars().count() <= 73, "{}: {line}", page_name(command));
+            }
+        }
     }
 
     #[test]

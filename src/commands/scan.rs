@@ -25,7 +25,7 @@ const LIVE: [&str; 5] = ["one_domain", "sample", "workers", "vma_budget", "verbo
   pagefold scan 1234 5678              two processes
   sudo pagefold scan --all             everything on this machine
   pagefold scan vm1.mem vm2.mem        memory dumps, or any files
-  pagefold scan --sample 1/16 --all    with a sixteenth of the memory for itself
+  pagefold scan --sample 1/16 --all    with a sixteenth of its own memory
   pagefold scan --json $(pidof qemu-system-x86_64)
   pagefold scan --tree rootfs1 rootfs2 directories, as images
 

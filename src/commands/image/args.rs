@@ -20,7 +20,8 @@ pub const DEFAULT_DOMAIN: &str = "default";
   pagefold image mount web:1 /mnt/web
   pagefold image exec web:1 -- /bin/ls /
   pagefold image stat --json
-  pagefold image umount /mnt/web; pagefold image rm web:1; pagefold image gc
+  pagefold image umount /mnt/web
+  pagefold image rm web:1; pagefold image gc
 
 Equal files share memory within a domain, never across domains: give each owner of data a --domain.
 The store: --store, else $PAGEFOLD_STORE, else /var/lib/pagefold/images (root) or ~/.local/share/pagefold/images.")]
@@ -123,7 +124,7 @@ Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be 
     /// Write an image as tar, OCI layout or self-contained EROFS image
     #[command(after_help = "Examples:
   pagefold image export app:1 app.tar
-  pagefold image export app:1 - | ssh host pagefold image build --name app:1 -
+  pagefold image export web - | ssh b pagefold image build --name web -
   pagefold image export --format oci app:1 ./layout")]
     Export {
         /// Image to write
