@@ -218,8 +218,8 @@ pub fn render(status: &Status) -> String {
 /// Half, 99 of 100 and all waits since the beginning, and of the last minutes.
 fn waits(out: &mut String, labels: &str, all: Waits, recent: Waits) {
     for (over, waits) in [("5m", recent), ("all", all)] {
-        for (quantile, us) in [("0.5", waits.p50_us), ("0.99", waits.p99_us), ("1", waits.max_us)] {
-            let of = format!("{labels},over=\"{over}\",quantile=\"{quantile}\"");
+        for (share, us) in [("0.5", waits.p50_us), ("0.99", waits.p99_us), ("1", waits.max_us)] {
+            let of = format!("{labels},over=\"{over}\",share=\"{share}\"");
             let _ = writeln!(out, "pagefold_wait_seconds{{{of}}} {}", us as f64 / 1e6);
         }
     }
