@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The recent past. It reaches back for up to one [`STEP`] longer.
+/// The recent past. It reaches back for up to half a minute longer.
 pub const RECENT: Duration = Duration::from_secs(300);
 /// Time between two copies of the counts.
 const STEP: Duration = Duration::from_secs(30);
