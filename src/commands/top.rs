@@ -171,7 +171,7 @@ fn outcome(order: Order, answer: std::io::Result<Answer>) -> String {
 fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
     let (sender, receiver) = sync_channel(1);
     std::thread::spawn(move || {
-        // The daemon whose past was asked for.
+        // The daemon that `top` asked for the past.
         let mut daemon = None;
         let mut images = (Instant::now(), images());
         loop {

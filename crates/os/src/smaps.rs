@@ -30,7 +30,7 @@ impl Mapping<'_> {
     }
 }
 
-/// Amounts of a mapping whose last line is still to come.
+/// Amounts of a mapping, until its last line is read.
 #[derive(Default)]
 struct Amounts {
     resident: u64,

@@ -16,7 +16,7 @@ use pagefold_entry::memory::Memory;
 use pagefold_entry::stop::{StopError, with_stopped};
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
-use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, sched, sock};
+use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, ranges, sched, sock};
 use pagefold_pool::Pool;
 use pagefold_protocol::channel::{AgentCounters, Channel};
 use pagefold_protocol::handshake::send_welcome;
@@ -407,9 +407,8 @@ impl Client for MergeClient {
     fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
         // For just this question the kernel has a loop that reads the page table and nothing else.
         let query = pagemap::Query { all_of: pagemap::WRITTEN, report: pagemap::WRITTEN, ..Default::default() };
-        self.scan_all(range, query, |scanned| match out.last_mut() {
-            Some(last) if last.end == scanned.start => last.end = scanned.end,
-            _ => out.push(Range { start: scanned.start, end: scanned.end }),
+        self.scan_all(range, query, |scanned| {
+            ranges::append(out, Range { start: scanned.start, end: scanned.end });
         })
     }
 

@@ -14,7 +14,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::pagemap::{self, Query, ScannedRange};
 use pagefold_os::smaps::{self, Mapping};
 use pagefold_os::sync::lock;
-use pagefold_os::{Errno, Range, sched};
+use pagefold_os::{Errno, Range, ranges, sched};
 use pagefold_protocol::message::ALL_MIN;
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -141,21 +141,10 @@ fn outside(pid: i32, pagemap: &mut Option<Fd>, mapping: &Mapping<'_>, ranges: &[
     Ok(bytes)
 }
 
-/// The parts of `whole` in none of `ranges`, which are in order.
-fn without(whole: Range, ranges: &[Range]) -> Vec<Range> {
-    let mut parts = Vec::new();
-    let mut at = whole.start;
-    let first = ranges.partition_point(|range| range.end <= whole.start);
-    for range in ranges[first..].iter().take_while(|range| range.start < whole.end) {
-        if at < range.start {
-            parts.push(Range { start: at, end: range.start });
-        }
-        at = range.end;
-    }
-    if at < whole.end {
-        parts.push(Range { start: at, end: whole.end });
-    }
-    parts
+/// The parts of `whole` in none of `managed`, which are in order.
+fn without(whole: Range, managed: &[Range]) -> Vec<Range> {
+    let first = managed.partition_point(|range| range.end <= whole.start);
+    ranges::outside(whole, managed[first..].iter().copied())
 }
 
 /// How much of a mapping a reason is for.

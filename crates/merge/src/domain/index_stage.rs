@@ -12,7 +12,7 @@ use crate::page::PageState;
 use crate::plan::{self, PageRun, TargetSlot};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Huge};
 use pagefold_os::page::is_zero;
-use pagefold_os::{PAGE_SIZE, Page, Range, sched};
+use pagefold_os::{PAGE_SIZE, Page, Range, ranges, sched};
 use pagefold_pool::{Fingerprint, PublishError, Published, Slot};
 use std::collections::HashMap;
 
@@ -348,12 +348,8 @@ fn fresh_runs(work: &Work, pages_max: usize) -> Vec<Range> {
         }
         for index in chunk.pages() {
             if let PageState::Candidate { indexed: false, .. } = chunk.state(index) {
-                let page = Range::pages_from(chunk.page_addr(index), 1);
                 pages += 1;
-                match runs.last_mut() {
-                    Some(last) if last.end == page.start => last.end = page.end,
-                    _ => runs.push(page),
-                }
+                ranges::append(&mut runs, Range::pages_from(chunk.page_addr(index), 1));
             }
         }
     }

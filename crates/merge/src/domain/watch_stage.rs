@@ -6,7 +6,7 @@ use crate::page::{PageState, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Indexed, Table};
 use pagefold_os::page::is_zero;
 use pagefold_os::sync::{lock, write};
-use pagefold_os::{PAGE_SIZE, Range, sched};
+use pagefold_os::{PAGE_SIZE, Range, ranges, sched};
 use pagefold_pool::SLOTS_PER_SEGMENT;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -197,10 +197,7 @@ impl Domain {
     fn look(&self, work: &mut Work) -> Result<bool, Gone> {
         let mut ranges: Vec<Range> = Vec::new();
         for part in work.table.chunks().iter().flat_map(Chunk::parts) {
-            match ranges.last_mut() {
-                Some(last) if last.end == part.start => last.end = part.end,
-                _ => ranges.push(part),
-            }
+            ranges::append(&mut ranges, part);
         }
         let mut touched = Vec::new();
         for range in ranges {
@@ -360,7 +357,7 @@ impl Domain {
         let mut runs: Vec<Range> = Vec::new();
         for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.broken > 0) {
             for index in chunk.pages().filter(|index| ripe(chunk.state(*index))) {
-                push_page(&mut runs, chunk.page_addr(index));
+                ranges::append(&mut runs, Range::pages_from(chunk.page_addr(index), 1));
             }
         }
         if runs.is_empty() {
@@ -402,7 +399,7 @@ impl Domain {
                         healed += 1;
                         work.table.set(addr, PageState::Armed { silent: 0, backoff, fresh: false });
                         if work.table.find(addr).is_none() {
-                            push_page(&mut work.healed_unknown, addr);
+                            ranges::append(&mut work.healed_unknown, Range::pages_from(addr, 1));
                         }
                     } else if let PageState::Broken { .. } = state {
                         // Something may be reading into it: try again as late as it took to get here.
@@ -541,13 +538,6 @@ impl Suspects {
             _ => self.plain.push((range, huge)),
         }
     }
-
-    fn add_shared(&mut self, range: Range) {
-        match self.shared.last_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
-            _ => self.shared.push(range),
-        }
-    }
 }
 
 /// Sorts what may have been written by what it was. Volatile pages are neither looked at nor protected, so that they pay
@@ -576,7 +566,7 @@ fn suspects(work: &Work, touched: &[Range]) -> Suspects {
                 for index in pages.filter(|index| chunk.manages(chunk.page_addr(*index))) {
                     let page = Range::pages_from(chunk.page_addr(index), 1);
                     match chunk.state(index) {
-                        PageState::Shared(_) => suspects.add_shared(page),
+                        PageState::Shared(_) => ranges::append(&mut suspects.shared, page),
                         PageState::Sleeping { .. } | PageState::Broken { .. } => {}
                         _ => suspects.add_plain(page, split),
                     }
@@ -629,18 +619,10 @@ fn note_healed_unknown(work: &mut Work, has_all: bool) {
                 Some((chunk, index)) if chunk.state(index) == PageState::Unknown => {
                     work.table.set(addr, PageState::Armed { silent: 0, backoff: 1, fresh: false });
                 }
-                None if !has_all => push_page(&mut work.healed_unknown, addr),
+                None if !has_all => ranges::append(&mut work.healed_unknown, Range::pages_from(addr, 1)),
                 _ => {}
             }
         }
-    }
-}
-
-fn push_page(ranges: &mut Vec<Range>, addr: u64) {
-    let page = Range::pages_from(addr, 1);
-    match ranges.last_mut() {
-        Some(last) if last.end == page.start => last.end = page.end,
-        _ => ranges.push(page),
     }
 }
 
@@ -658,18 +640,7 @@ fn note_due_probes(work: &mut Work) {
 
 /// The parts of `range` that lie outside all `mappings`.
 fn without(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
-    let mut parts = Vec::new();
-    let mut at = range.start;
-    for (part, _) in parts_of(range, mappings) {
-        if at < part.start {
-            parts.push(Range { start: at, end: part.start });
-        }
-        at = part.end;
-    }
-    if at < range.end {
-        parts.push(Range { start: at, end: range.end });
-    }
-    parts
+    ranges::outside(range, parts_of(range, mappings).map(|(part, _)| part))
 }
 
 /// The parts of `range` inside single mappings, and the mappings that there are more once a part is none of the pool's.
