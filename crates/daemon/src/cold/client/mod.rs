@@ -328,7 +328,8 @@ pub(crate) mod tests {
     use super::*;
     use pagefold_os::uffd;
 
-    /// A fork waits for every reader of this process's fork events: one at a time.
+    /// A fork waits for every reader of this process's fork events, and each of them sees it: one at a time, whatever it
+    /// is for.
     pub(crate) static FORKING: Mutex<()> = Mutex::new(());
 
     /// What this process would hand over, and the table's mapping.
@@ -360,7 +361,10 @@ pub(crate) mod tests {
     }
 
     /// The descriptor of a process that is no more.
+    ///
+    /// It forks: a test that holds [`FORKING`] must not call this.
     pub(crate) fn of_an_ended_process() -> Uffd {
+        let _alone = lock(&FORKING);
         let device = uffd::open_device().ok();
         let number =
             Mapping::file(-1, 0, PAGE as usize, libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS).unwrap();
