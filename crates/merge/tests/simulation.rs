@@ -95,9 +95,9 @@ fn huge_pages_that_are_merged_whole_show_what_was_written_last() {
 }
 
 /// Seeds that once left a page: slots of one content in two segments of an earlier daemon, of which only the released one was
-/// in the index (595, 606, 775), pages that were healed before the table had them (356, 853), and pages that were written
-/// between a look and a freeze (1285).
-const SEEDS_THAT_LEFT_A_PAGE: [u64; 6] = [356, 595, 606, 775, 853, 1285];
+/// in the index (595, 606, 775) or was retired (1138), pages that were healed before the table had them (356, 853), and pages that
+/// were written between a look and a freeze (1285).
+const SEEDS_THAT_LEFT_A_PAGE: [u64; 7] = [356, 595, 606, 775, 853, 1138, 1285];
 
 /// With the writers stopped, every duplicate is merged in the end, broken pages included: none is forgotten. Of what the
 /// simulation cannot expect to be merged [`Process::mergeable`](pagefold_merge::sim::Process::mergeable) tells the reasons.

@@ -116,6 +116,7 @@ impl Domain {
             _ if !at_rest => None,
             Some(segment) if compaction.periods > WASTEFUL_PERIODS * clients => {
                 self.pool.retire(segment);
+                self.list_instead_of_retired();
                 compaction.periods = EMPTYING_PERIODS * clients;
                 Some(Emptied::Segment(segment))
             }

@@ -2,7 +2,8 @@
 //!
 //! The index has one entry for a content. Two slots may have that content: both came from an earlier daemon, or a run of equal slots took
 //! the place of one. The index leads to one of them, and the other is remembered here while pages show it. It gets the entry when
-//! the segment of the first is released. Without that, a new page with the content would find nothing, although a slot has it.
+//! the segment of the first is retired or released. Without that, a new page with the content would find nothing, although a
+//! slot has it.
 
 use super::{Domain, IndexEntry};
 use pagefold_os::sync::lock;
@@ -29,6 +30,16 @@ impl UnlistedSlots {
         });
     }
 
+    /// Forgets one slot: the index leads to it.
+    fn drop_slot(&mut self, fingerprint: Fingerprint, slot: Slot) {
+        if let Some(slots) = self.0.get_mut(&fingerprint) {
+            slots.retain(|other| *other != slot);
+            if slots.is_empty() {
+                self.0.remove(&fingerprint);
+            }
+        }
+    }
+
     fn memory_bytes(&self) -> u64 {
         let entry = size_of::<(Fingerprint, Vec<Slot>)>() + 4 * size_of::<Slot>();
         (self.0.len() * entry) as u64
@@ -44,6 +55,25 @@ impl Domain {
     /// True if a slot is remembered that may have a content with this fingerprint.
     pub(super) fn has_unlisted(&self, fingerprint: Fingerprint) -> bool {
         lock(&self.unlisted).0.contains_key(&fingerprint)
+    }
+
+    /// After the retirement of a segment: has the index lead to remembered slots where it led to those that get no more sharers.
+    pub(super) fn list_instead_of_retired(&self) {
+        let remembered: Vec<(Fingerprint, Vec<Slot>)> = {
+            let unlisted = lock(&self.unlisted);
+            unlisted.0.iter().map(|(fingerprint, slots)| (*fingerprint, slots.clone())).collect()
+        };
+        for (fingerprint, slots) in remembered {
+            // One entry: the others stay remembered.
+            if let Some(slot) = slots.into_iter().find(|slot| self.pool.published_from(*slot) > 0)
+                && let Some(retired) = self.index.get(fingerprint)
+                && let IndexEntry::Slot(before) = IndexEntry::from_value(retired)
+                && self.pool.published_from(before) == 0
+                && self.index.replace(fingerprint, retired, IndexEntry::Slot(slot).value())
+            {
+                lock(&self.unlisted).drop_slot(fingerprint, slot);
+            }
+        }
     }
 
     /// After the release of `segment`: forgets its slots, and has the index lead to remembered ones for contents with these
