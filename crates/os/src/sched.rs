@@ -171,6 +171,20 @@ pub fn thread_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
+/// Page faults of all threads of this process, but for the calling one's. 0 if the kernel does not tell.
+pub fn faults_of_others() -> u64 {
+    let faults = |who: libc::c_int| {
+        // SAFETY: all zeros is such a structure.
+        let mut usage: libc::rusage = unsafe { core::mem::zeroed() };
+        // SAFETY: the kernel fills the structure, which outlives the call.
+        let _ = unsafe { syscall!(libc::SYS_getrusage, who, core::ptr::from_mut(&mut usage)) };
+        (usage.ru_minflt + usage.ru_majflt) as u64
+    };
+    // Ours first: a fault of ours in between must not seem to be another thread's.
+    let own = faults(libc::RUSAGE_THREAD);
+    faults(libc::RUSAGE_SELF).saturating_sub(own)
+}
+
 fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the kernel fills the structure; the two clocks always exist.
@@ -181,6 +195,20 @@ fn clock_ns(clock: libc::clockid_t) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn faults_of_other_threads_are_counted() {
+        let page_faults = |pages: usize| {
+            let memory = crate::mem::Mapping::anonymous(pages * crate::PAGE_SIZE).unwrap();
+            for page in 0..pages {
+                // SAFETY: within the mapping, which is ours.
+                unsafe { ((memory.addr() as usize + page * crate::PAGE_SIZE) as *mut u8).write_volatile(1) };
+            }
+        };
+        let before = faults_of_others();
+        std::thread::spawn(move || page_faults(1000)).join().unwrap();
+        assert!(faults_of_others() - before >= 1000);
+    }
 
     #[test]
     fn who_keeps_off_a_processor_runs_on_another() {

@@ -8,7 +8,5 @@ pub(crate) mod maps;
 pub(crate) mod prefault;
 pub(crate) mod regions;
 pub(crate) mod rss_watch;
-#[cfg(any(feature = "attached", feature = "preload", test))]
 pub(crate) mod smaps;
-#[cfg(any(feature = "attached", test))]
 pub(crate) mod vm_flags;

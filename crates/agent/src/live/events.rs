@@ -116,7 +116,6 @@ impl Agent {
     }
 
     /// Puts zeros where discarded pages are absent, so that the daemon's next look finds pages that are the program's own.
-    #[cfg(feature = "attached")]
     pub(super) fn fill_what_was_discarded(&self) {
         discarded_ranges::for_each(&self.maps, |void| self.fill_absent(void));
     }

@@ -5,6 +5,7 @@
 //! on or keeps it. Everything that can fail comes before `hold` is taken over.
 
 use super::freeze_area::FreezeArea;
+use super::list_clock::ListClock;
 use super::session::{Agent, WAKEUP};
 use crate::address_space::heap::HeapEnd;
 use crate::address_space::maps::Maps;
@@ -197,6 +198,7 @@ fn set_up(
         pagemap,
         maps,
         rss_watch: RssWatch::begin(),
+        list_clock: ListClock::default(),
         affinity: Affinity::current(),
         cpu_before_ns: sched::thread_cpu_ns(),
     };

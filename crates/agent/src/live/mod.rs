@@ -14,6 +14,7 @@ mod freeze;
 mod freeze_area;
 mod handshake;
 mod lifecycle;
+mod list_clock;
 mod remap;
 mod remap_huge;
 mod requests;

@@ -29,14 +29,12 @@ use pagefold_protocol::message::{
 /// while something happens, and after [`BUSY_NS`] without anything.
 const PAUSES_MS: [i32; 2] = [100, 500];
 const BUSY_NS: u64 = 3_000_000_000;
-/// How often the mappings of a program are listed anew of which the agent sees no call.
-const LIST_NS: u64 = 5_000_000_000;
 
 impl Agent {
     /// Answers requests until the daemon is gone or we are asked to leave.
     pub(super) fn serve(&mut self, socket: &Fd) -> Result<()> {
         let mut looked = 0;
-        let (mut busy, mut told, mut listed) = (0, 0, 0);
+        let (mut busy, mut told) = (0, 0);
         loop {
             let looks = housekeep(&mut looked, AGENT, Some(&self.watch));
             if looks && SHARED.all.load(Ordering::Relaxed) && self.rss_watch.has_grown() {
@@ -47,8 +45,7 @@ impl Agent {
                 return Ok(());
             }
             let now = sched::monotonic_ns();
-            if ATTACHED && now - listed > LIST_NS {
-                listed = now;
+            if ATTACHED && self.list_clock.is_due() {
                 SHARED.changed();
             }
             let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
@@ -72,6 +69,7 @@ impl Agent {
                 continue;
             }
             if polls[1].revents != 0 {
+                self.list_clock.note_event();
                 // With the mapping lock no call replaces the mapping while a discard is being answered.
                 let _held = self.lock_mappings();
                 serve_events(&self.hold, &self.maps, &self.watch, self.counters());
@@ -124,7 +122,13 @@ impl Agent {
             REMAP => {
                 // In any case: the daemon does not bring them again.
                 self.take_segments(request.a, fds);
-                if is_lent() { Err(Errno(libc::EBUSY)) } else { self.remap(count) }
+                if is_lent() {
+                    return Err(Errno(libc::EBUSY));
+                }
+                if ATTACHED && self.list_clock.is_old() {
+                    self.refresh_attributes()?;
+                }
+                self.remap(count)
             }
             HEAL => {
                 for index in 0..count {
@@ -245,20 +249,25 @@ impl Agent {
         if begins {
             self.rss_watch.note_listed();
         }
+        if ATTACHED && begins {
+            self.refresh_attributes()?;
+        }
         // Reading the table needs the mapping lock, reading maps does not; both are short.
         let held = self.lock_mappings();
         let table = SHARED.tables(&held).table;
-        #[cfg(feature = "attached")]
-        if begins {
-            self.fill_what_was_discarded();
-            crate::address_space::vm_flags::refresh(SHARED.tables(&held).table)?;
-        }
         let what = if pool { Listed::Pool } else { Listed::Managed };
         let count = list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry));
         if SHARED.executable.load(Ordering::Relaxed) {
             self.freeze_area.add_executable(&self.watch);
         }
         count
+    }
+
+    /// Brings the table up to what the kernel says about memory whose calls we do not see.
+    fn refresh_attributes(&mut self) -> Result<()> {
+        let held = self.lock_mappings();
+        self.fill_what_was_discarded();
+        self.list_clock.measure(|| crate::address_space::vm_flags::refresh(SHARED.tables(&held).table))
     }
 
     fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {

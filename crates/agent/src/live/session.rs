@@ -1,6 +1,7 @@
 //! What the thread of live merging keeps over a connection, and what the steps of a merge ask of it.
 
 use super::freeze_area::FreezeArea;
+use super::list_clock::ListClock;
 use crate::address_space::anonymous::keep_attributes;
 use crate::address_space::discarded_ranges;
 use crate::address_space::glibc_arenas;
@@ -64,6 +65,8 @@ pub(crate) struct Agent {
     pub(crate) maps: Maps,
     /// Whether there are more of them than were listed.
     pub(super) rss_watch: RssWatch,
+    /// When they are listed anew where the program's calls are not seen.
+    pub(super) list_clock: ListClock,
     /// Where it runs.
     pub(super) affinity: Affinity,
     /// Processor time of this thread before the connection: earlier ones have told of it.
