@@ -187,7 +187,7 @@ pub fn kill(pid: i32) {
 
 pub fn spawn(socket: &Path, args: &[&str]) -> Child {
     let mut command = Command::new(TOOL);
-    command.args(["daemon", "--priority=normal", "--scan-interval", "1s", "--socket"]).arg(socket).args(args);
+    command.args(["daemon", "--priority=normal", "--scan-interval", "250ms", "--socket"]).arg(socket).args(args);
     command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
 }
 
