@@ -46,6 +46,9 @@ pub struct Args {
     /// Mappings that merging may add to one client, 524288 at most; `auto`: a quarter of vm.max_map_count
     #[arg(long, value_name = "N", default_value = "auto", value_parser = vma_budget)]
     vma_budget: Setting<u64>,
+    /// What becomes of equal pages that this budget keeps private
+    #[arg(long, value_enum, default_value_t = Leftover::Ksm)]
+    leftover: Leftover,
     /// Scheduling of the workers
     #[arg(long, value_enum, default_value_t = Priority::Idle)]
     priority: Priority,
@@ -117,6 +120,14 @@ enum Priority {
     Normal,
     /// Workers take only processor time that no other program wants
     Idle,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Leftover {
+    /// The kernel's KSM merges them, where it runs; not those of clients with a --domain
+    Ksm,
+    /// They stay private
+    Private,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -277,6 +288,10 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         pool_max_bytes: args.pool_max.0.unwrap_or(total / 2),
         reserve_bytes,
         vma_budget: args.vma_budget.0.unwrap_or_else(|| (procfs::mappings_max() / 4).min(VMA_BUDGET_MAX)),
+        leftover: match args.leftover {
+            Leftover::Ksm => pagefold_daemon::Leftover::Ksm,
+            Leftover::Private => pagefold_daemon::Leftover::Private,
+        },
         idle_priority: args.priority == Priority::Idle,
         idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
         on_demand: args.on_demand,

@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::output::{Style, Table, clean, print, print_json};
 use crate::remote_status::ImageStore;
 use crate::{daemon_client, units};
-use pagefold_daemon::status::{FILE_PAGES, Status, UnmanagedMemory};
+use pagefold_daemon::status::{FILE_PAGES, Leftover, Status, UnmanagedMemory};
 use pagefold_daemon::waits::Waits;
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -222,6 +222,29 @@ fn render_clients(out: &mut String, status: &Status, style: Style) {
     out.push_str(&table.render(0));
     render_attached(out, status);
     render_unmanaged_memory(out, status);
+    render_leftover(out, status);
+}
+
+/// What became of memory that the budget of mappings keeps private.
+fn render_leftover(out: &mut String, status: &Status) {
+    for client in &status.clients {
+        let Leftover { state, handed_bytes, ksm_pages, ksm_profit_bytes } = &client.leftover;
+        if state.is_empty() && *handed_bytes == 0 {
+            continue;
+        }
+        let _ = write!(out, "{} {} beyond its budget of mappings: {}", client.pid, clean(&client.name), clean(state));
+        if *handed_bytes > 0 {
+            let sign = if *ksm_profit_bytes < 0 { "-" } else { "" };
+            let _ = write!(
+                out,
+                ", {}; of the program KSM has merged {} (profit {sign}{})",
+                units::show_size(*handed_bytes),
+                units::show_size(ksm_pages * PAGE),
+                units::show_size(ksm_profit_bytes.unsigned_abs()),
+            );
+        }
+        out.push('\n');
+    }
 }
 
 /// Memory of clients that is not managed, where it is much.
@@ -380,6 +403,20 @@ mod tests {
         assert!(text.contains("\n7 a not managed: 9.00 MiB shared memory; 1.00 MiB locked (mlock)\n"), "{text}");
         assert!(text.contains("\n8 a not managed: unknown: no right\n"), "{text}");
         assert!(!text.contains("9 a not"), "{text}");
+    }
+
+    #[test]
+    fn what_became_of_leftovers_is_told() {
+        let leftover =
+            Leftover { state: "handed to KSM".into(), handed_bytes: 64 << 20, ksm_pages: 256, ksm_profit_bytes: -4096 };
+        let rests = Leftover { state: "private: KSM does not run".into(), ..Leftover::default() };
+        let client = |pid, leftover| Client { pid, name: "a".into(), leftover, ..Client::default() };
+        let clients = vec![client(7, leftover), client(8, rests), client(9, Leftover::default())];
+        let text = render(&Status { clients, ..Status::default() }, Style::plain());
+        let handed = "handed to KSM, 64.0 MiB; of the program KSM has merged 1.00 MiB (profit -4.00 KiB)";
+        assert!(text.contains(&format!("\n7 a beyond its budget of mappings: {handed}\n")), "{text}");
+        assert!(text.contains("\n8 a beyond its budget of mappings: private: KSM does not run\n"), "{text}");
+        assert!(!text.contains("9 a beyond"), "{text}");
     }
 
     #[test]

@@ -217,6 +217,12 @@ impl Daemon {
         self.wait_until_it_listens();
     }
 
+    /// As [`replace`](Self::replace); the next daemon has other options.
+    pub fn replace_with(&mut self, args: &[&str]) {
+        self.args = args.iter().map(|arg| arg.to_string()).collect();
+        self.replace();
+    }
+
     /// As `kill -9`.
     pub fn kill(&mut self) {
         let _ = self.child.kill();

@@ -31,6 +31,8 @@ const SMALL_MAX: usize = if cfg!(feature = "attached") { RANGES_MAX } else { RAN
 pub struct Attributes {
     /// Managed because the program asked for it.
     pub mergeable: bool,
+    /// The agent has handed the plain memory of it to the kernel's KSM: the program did not ask for that.
+    pub handed: bool,
     /// Left alone because the program asked for it, or marked it as secret.
     pub excluded: bool,
     /// Left alone while the program tracks it by a userfaultfd of its own.
@@ -72,12 +74,21 @@ impl Attributes {
 
     /// Returns true if the program asked for nothing.
     const fn is_merely_managed(&self) -> bool {
-        !self.is_promise() && !self.mergeable && !self.arena && !self.huge && !self.small
+        !self.is_promise() && !self.mergeable && !self.handed && !self.arena && !self.huge && !self.small
     }
 
     /// What of it is a promise.
     const fn without_wishes(self) -> Attributes {
-        Attributes { mergeable: false, seen: false, reserved: false, arena: false, huge: false, small: false, ..self }
+        Attributes {
+            mergeable: false,
+            handed: false,
+            seen: false,
+            reserved: false,
+            arena: false,
+            huge: false,
+            small: false,
+            ..self
+        }
     }
 }
 
@@ -96,6 +107,7 @@ const EMPTY: (Range, Attributes) = (
     Range { start: 0, end: 0 },
     Attributes {
         mergeable: false,
+        handed: false,
         excluded: false,
         tracked: false,
         locked: false,
@@ -149,6 +161,16 @@ impl RangeAttributes {
     /// The first range behind `addr` that the program tracks.
     pub fn first_tracked(&self, addr: u64) -> Option<Range> {
         self.behind(addr).iter().find(|(_, note)| note.tracked).map(|(range, _)| *range)
+    }
+
+    /// The first range of those that overlap `range` that the agent handed to KSM, as far as it lies in `range`.
+    pub fn first_handed(&self, range: Range) -> Option<Range> {
+        self.within(range).find(|(_, note)| note.handed).map(|(entry, _)| entry.intersection(&range))
+    }
+
+    /// Bytes that the agent handed to KSM.
+    pub fn handed_bytes(&self) -> u64 {
+        self.entries().iter().filter(|(_, note)| note.handed).map(|(entry, _)| entry.len()).sum()
     }
 
     /// Returns true if it is unknown what must be left alone: everything is, then.

@@ -13,6 +13,16 @@ pub struct AttachRule {
     pub domain: String,
 }
 
+/// What merges the memory that the budget of mappings keeps private.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Leftover {
+    /// The kernel's KSM, where it runs, for clients of domains without a name.
+    #[default]
+    Ksm,
+    /// No system: it stays private.
+    Private,
+}
+
 /// How a daemon works.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -28,6 +38,8 @@ pub struct Config {
     pub reserve_bytes: u64,
     /// Mappings that merging may add to one client.
     pub vma_budget: u64,
+    /// What becomes of memory that this budget keeps private.
+    pub leftover: Leftover,
     /// Workers run only on processors that no other thread wants.
     pub idle_priority: bool,
     /// Exit when there was neither client nor request for this long.
@@ -61,6 +73,7 @@ impl Default for Config {
             pool_max_bytes: 1 << 30,
             reserve_bytes: 0,
             vma_budget: 1 << 14,
+            leftover: Leftover::Ksm,
             idle_priority: false,
             idle_exit: None,
             on_demand: false,

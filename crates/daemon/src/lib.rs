@@ -17,7 +17,7 @@ pub mod status;
 pub mod waits;
 
 pub use clients::forked_children::ForkedChildren;
-pub use config::{AttachRule, Config};
+pub use config::{AttachRule, Config, Leftover};
 pub use pagefold_merge::client::VMA_BUDGET_MAX;
 pub use program_filter::ProgramFilter;
 pub use service::daemon::Daemon;

@@ -85,6 +85,22 @@ pub struct Client {
     pub waits_recent: Waits,
     /// Its memory that is not managed, by reason, the largest first. Looked at when a status is asked for, at most each few seconds.
     pub unmanaged: Vec<UnmanagedMemory>,
+    /// What became of memory that its budget of mappings keeps private.
+    pub leftover: Leftover,
+}
+
+/// Memory of a client that the budget of mappings keeps private.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Leftover {
+    /// Whether it was handed to KSM, or why not; empty if no page with an equal one is left out.
+    pub state: String,
+    /// Bytes of the client's memory that were handed to KSM.
+    pub handed_bytes: u64,
+    /// Pages of the client that KSM has merged.
+    pub ksm_pages: u64,
+    /// KSM's profit from the client as the kernel counts it: bytes of these pages less its records; 0 where the kernel does not tell.
+    pub ksm_profit_bytes: i64,
 }
 
 /// The reason for pages that the kernel's page cache shares by itself.

@@ -167,6 +167,23 @@ pub trait Client: Send {
         false
     }
 
+    /// Called in each period. `left_out`: since the last call, pages of it with a twin stayed private because it has no mappings left
+    /// for runs as short as theirs. It may have another system merge its plain memory.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn settle_leftover(&mut self, _left_out: bool) -> Result<(), Gone> {
+        Ok(())
+    }
+
+    /// No other system merges its memory any longer: what [`settle_leftover`](Self::settle_leftover) began is undone.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn take_back_leftover(&mut self) -> Result<(), Gone> {
+        Ok(())
+    }
+
     /// Releases buffers: nothing will be fetched for a while.
     fn release_buffers(&mut self) {}
 

@@ -219,6 +219,8 @@ struct Work {
     held_segments: BTreeMap<u32, Hold>,
     /// Merging rests until this period: the kernel refused a mapping.
     rest_until: u64,
+    /// Period since which pages with a twin stayed private because there are no mappings left for them.
+    left_out_since: Option<u64>,
     /// Broken pages are not healed before this period: the last time the budget of mappings did not allow all.
     heal_from: u64,
     /// What the last look found out: nothing, and nothing has been done since.
@@ -258,6 +260,11 @@ impl Work {
     fn take_deferred(&mut self) -> Vec<PageRun> {
         self.deferred_mappings = 0;
         std::mem::take(&mut self.deferred)
+    }
+
+    /// Notes that pages with a twin stay private because there are no mappings left for them.
+    fn leave_out(&mut self) {
+        self.left_out_since.get_or_insert(self.period);
     }
 
     /// True while merging rests because the kernel refused a mapping.
@@ -401,6 +408,7 @@ impl Domain {
             deferred_since: 0,
             held_segments: BTreeMap::new(),
             rest_until: 0,
+            left_out_since: None,
             heal_from: 0,
             idle: None,
             lane: 0,

@@ -32,8 +32,34 @@ pub fn write(name: &str, value: i64) -> io::Result<()> {
 
 /// Records of single pages that KSM keeps about process `pid` (kernel 6.1 or later).
 pub fn rmap_items(pid: i32) -> Option<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/ksm_stat")).ok()?;
-    text.lines().find_map(|line| line.strip_prefix("ksm_rmap_items "))?.trim().parse().ok()
+    Some(of_process(pid)?.rmap_items)
+}
+
+/// What KSM did to a process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProcessStat {
+    /// Records of single pages.
+    pub rmap_items: u64,
+    /// Pages that it merged, zero pages included.
+    pub merged_pages: u64,
+    /// Bytes of these pages less the bytes of the records (kernel 6.4 or later).
+    pub profit_bytes: Option<i64>,
+}
+
+/// What KSM did to process `pid` (kernel 6.1 or later, a process that the caller may trace); `None` if that is not to be seen.
+pub fn of_process(pid: i32) -> Option<ProcessStat> {
+    Some(parse_stat(&fs::read_to_string(format!("/proc/{pid}/ksm_stat")).ok()?))
+}
+
+fn parse_stat(text: &str) -> ProcessStat {
+    let find =
+        |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok());
+    let count = |name: &str| find(name).unwrap_or(0).max(0) as u64;
+    ProcessStat {
+        rmap_items: count("ksm_rmap_items"),
+        merged_pages: count("ksm_merging_pages") + count("ksm_zero_pages"),
+        profit_bytes: find("ksm_process_profit"),
+    }
 }
 
 /// Checks that KSM is unused.
@@ -163,6 +189,15 @@ mod tests {
     #[test]
     fn threads_of_the_kernel_have_merged_nothing() {
         assert!(tells_of_merged("7\n") && !tells_of_merged("0\n") && !tells_of_merged(""));
+    }
+
+    #[test]
+    fn what_ksm_did_to_a_process_is_read_as_far_as_the_kernel_tells() {
+        let text =
+            "ksm_rmap_items 7\nksm_zero_pages 1\nksm_merging_pages 5\nksm_process_profit -448\nksm_mergeable: yes\n";
+        let all = ProcessStat { rmap_items: 7, merged_pages: 6, profit_bytes: Some(-448) };
+        assert_eq!(parse_stat(text), all);
+        assert_eq!(parse_stat("ksm_rmap_items 7\n"), ProcessStat { rmap_items: 7, ..ProcessStat::default() });
     }
 
     #[test]

@@ -47,7 +47,7 @@ pub fn all() -> Vec<Finding> {
     all.push(attach);
     // Programs that could not be entered need not be found.
     all.extend(enters.then(exec_events));
-    all.extend([map_count(), thp(), short_wakes(), ksm(), ksm_rests(), zswap()]);
+    all.extend([map_count(), thp(), short_wakes(), ksm(), zswap()]);
     all
 }
 
@@ -213,24 +213,23 @@ fn short_wakes() -> Finding {
 }
 
 fn ksm() -> Finding {
-    let works = crate::ksm::exists();
+    let run = crate::ksm::read("run").ok();
     Finding {
-        name: "KSM, for --backend ksm",
-        works,
+        name: "KSM, for --backend ksm and for what the budget of mappings keeps private",
+        works: run.is_some(),
         needed: false,
-        detail: if works { format!("run = {}", crate::ksm::read("run").unwrap_or(-1)) } else { "absent".into() },
+        detail: match run {
+            None => "absent".into(),
+            Some(1) => "it runs, and is first to merge what programs mark as mergeable (echo 2 | sudo tee \
+                        /sys/kernel/mm/ksm/run ends that)"
+                .into(),
+            Some(_) => {
+                "it rests; with it (echo 1 | sudo tee /sys/kernel/mm/ksm/run) scattered equal pages that status \
+                        shows as beyond the budget of mappings are merged too"
+                    .into()
+            }
+        },
         cure: "boot a kernel with CONFIG_KSM".into(),
-    }
-}
-
-fn ksm_rests() -> Finding {
-    let runs = crate::ksm::read("run").is_ok_and(|run| run == 1);
-    Finding {
-        name: "KSM not at work (it merges first what programs mark as mergeable, and we leave that alone)",
-        works: !runs,
-        needed: false,
-        detail: if runs { "it runs".into() } else { "it rests".into() },
-        cure: "echo 2 | sudo tee /sys/kernel/mm/ksm/run (unmerges its pages), or pagefold run --backend ksm".into(),
     }
 }
 

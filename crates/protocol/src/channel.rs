@@ -68,6 +68,8 @@ pub struct AgentCounters {
     pub discards: AtomicU64,
     /// Processor time of the agent's thread in nanoseconds.
     pub cpu_ns: AtomicU64,
+    /// Bytes of plain memory that the agent has handed to the kernel's KSM.
+    pub leftover_bytes: AtomicU64,
 }
 
 const _: () = assert!(size_of::<AgentCounters>() <= PAGE_SIZE);

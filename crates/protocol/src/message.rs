@@ -8,7 +8,7 @@ use pagefold_os::Range;
 /// First word of every packet.
 pub const MAGIC: u32 = 0x5046_4c44;
 /// Version of this protocol; agent and daemon must use the same.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Maximum of pages that one request copies to the channel.
 pub const FETCH_PAGES_MAX: usize = 512;
@@ -57,6 +57,9 @@ pub enum Op {
     Lend = 11,
     /// Agent, on the socket for children: the program has forked. Carries the userfaultfd of the child's memory.
     ForkedChild = 12,
+    /// Hand the plain memory that is managed to the kernel's KSM (`a` = 1), or take back what was handed (`a` = 0): the answer's
+    /// count is 1 if there is more of it. Counted in [`AgentCounters::leftover_bytes`](crate::channel::AgentCounters).
+    Leftover = 13,
     /// Daemon, to the agent of a cold client: begin; `a` = epoch.
     ColdStart = 16,
     /// Copy these runs (list of [`RegionEntry`]) to the channel; the answer's list holds one byte per page.

@@ -27,7 +27,7 @@ pub(crate) fn keep_attributes(range: Range, table: &RangeAttributes, plain: bool
             (note.dont_fork, libc::MADV_DONTFORK),
             (note.wipe_on_fork && plain, libc::MADV_WIPEONFORK),
             (note.dont_dump, libc::MADV_DONTDUMP),
-            (note.mergeable, libc::MADV_MERGEABLE),
+            (note.mergeable || note.handed && plain, libc::MADV_MERGEABLE),
             (note.huge, libc::MADV_HUGEPAGE),
             (note.small && plain, libc::MADV_NOHUGEPAGE),
         ];

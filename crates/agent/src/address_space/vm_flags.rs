@@ -48,7 +48,10 @@ pub(crate) fn refresh(table: &mut RangeAttributes) -> Result<()> {
         extent.is_kept |= is_pool || said.mergeable;
         // A mapping of the pool's never has what plain memory there had.
         table.change(mapping.range, |note| {
-            *note = Attributes { seen: true, small: said.small || is_pool && note.small, ..said };
+            // The mark is the agent's where the agent handed the memory.
+            let handed = note.handed;
+            let mergeable = said.mergeable && !handed;
+            *note = Attributes { seen: true, small: said.small || is_pool && note.small, handed, mergeable, ..said };
         });
     })?;
     table.forget(Range { start: behind, end: u64::MAX });

@@ -6,13 +6,14 @@
 //! The agent's thread may wait for the mapping lock: a holder of that lock must not wait for its end.
 
 use super::handshake::{adopt_merged_ranges, connect, wait_or_leave};
+use super::leftover::take_back;
 use super::session::Agent;
 #[cfg(feature = "preload")]
 use super::session::WAKEUP;
 use crate::cold;
 use crate::runtime::affinity;
 use crate::runtime::thread::{begin_thread, exit_thread};
-use crate::state::{ALL_LOCKED, ATTACHED, MAY_START, SHARED};
+use crate::state::{AGENT, ALL_LOCKED, ATTACHED, MAY_START, SHARED};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::raw::Errno;
 #[cfg(feature = "preload")]
@@ -187,6 +188,7 @@ fn run() -> ! {
             }
         }
         left.iter_mut().for_each(Agent::unshare_before_leaving);
+        take_back(give_back(), || left.as_ref().map_or_else(|| SHARED.mapping_lock.lock(AGENT), Agent::lock_mappings));
     }
     left.iter().for_each(Agent::fill_discarded);
     // The kernel reports the end of a thread before it closes that thread's descriptors, on a busy machine long before; and no other

@@ -7,12 +7,14 @@
 //!
 //! `lifecycle` starts the thread and ends it, `handshake` connects it to a daemon, `requests` answers the daemon, and `events`
 //! answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison, to a `freeze_area`; `remap` and
-//! `remap_huge` map slots in their place, and `unshare` replaces slots by private memory.
+//! `remap_huge` map slots in their place, and `unshare` replaces slots by private memory. `leftover` hands memory to the
+//! kernel's KSM that merging leaves out.
 
 mod events;
 mod freeze;
 mod freeze_area;
 mod handshake;
+mod leftover;
 mod lifecycle;
 mod list_clock;
 mod remap;
@@ -23,6 +25,8 @@ mod unshare;
 
 #[cfg(feature = "preload")]
 pub(crate) use events::{apply_owed, forget_served, wait_served};
+#[cfg(feature = "preload")]
+pub(crate) use leftover::take_back;
 #[cfg(feature = "attached")]
 pub(crate) use lifecycle::entered;
 #[cfg(not(feature = "attached"))]

@@ -107,6 +107,7 @@ impl Agent {
         const HEAL: u32 = Op::Unshare as u32;
         const FORGET: u32 = Op::CloseSegments as u32;
         const PART: u32 = Op::Lend as u32;
+        const LEFTOVER: u32 = Op::Leftover as u32;
         match request.op {
             REGIONS => self.regions(request.a == 1, request.b),
             WATCH => {
@@ -119,6 +120,8 @@ impl Agent {
             }
             FETCH => self.fetch(count),
             PART => self.lend(request.a == 1).map(|()| 0),
+            LEFTOVER if request.a == 1 => self.hand_leftover().map(|()| 0),
+            LEFTOVER => self.take_back_leftover().map(usize::from),
             REMAP => {
                 // In any case: the daemon does not bring them again.
                 self.take_segments(request.a, fds);
@@ -255,6 +258,9 @@ impl Agent {
         // Reading the table needs the mapping lock, reading maps does not; both are short.
         let held = self.lock_mappings();
         let table = SHARED.tables(&held).table;
+        if begins {
+            self.note_leftover(table);
+        }
         let what = if pool { Listed::Pool } else { Listed::Managed };
         let count = list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry));
         if SHARED.executable.load(Ordering::Relaxed) {

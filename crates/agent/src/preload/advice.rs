@@ -106,8 +106,8 @@ fn discard_merged(
 /// What `advice` changes in the attributes of a range.
 fn mark_of(advice: c_int) -> Option<fn(&mut Attributes)> {
     match advice {
-        libc::MADV_MERGEABLE => Some(|note| (note.mergeable, note.excluded) = (true, false)),
-        libc::MADV_UNMERGEABLE => Some(|note| (note.mergeable, note.excluded) = (false, true)),
+        libc::MADV_MERGEABLE => Some(|note| (note.mergeable, note.handed, note.excluded) = (true, false, false)),
+        libc::MADV_UNMERGEABLE => Some(|note| (note.mergeable, note.handed, note.excluded) = (false, false, true)),
         libc::MADV_DONTFORK => Some(|note| note.dont_fork = true),
         libc::MADV_DOFORK => Some(|note| note.dont_fork = false),
         libc::MADV_KEEPONFORK => Some(|note| note.wipe_on_fork = false),

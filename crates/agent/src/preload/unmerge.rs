@@ -11,7 +11,7 @@ use crate::address_space::anonymous::keep_attributes;
 use crate::address_space::discarded_ranges;
 use crate::address_space::maps::{Maps, POOL_NAME, pool_mappings};
 use crate::cold;
-use crate::live::copy_of;
+use crate::live::{copy_of, take_back};
 use crate::state::SHARED;
 use core::ffi::c_int;
 use pagefold_os::raw::{Errno, Result};
@@ -19,11 +19,13 @@ use pagefold_os::{PAGE_SIZE, Range, mem};
 
 pub(super) const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
 
-/// Makes every page that is shown from the pool in `range` the program's own. The mapping lock is held.
+/// Makes every page that is shown from the pool in `range`, and what the agent handed to KSM, the program's own. The mapping lock is
+/// held.
 ///
 /// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the daemon has such
 /// pages unshared later. Elsewhere only devices can be writing, and the bytes are copied.
 pub(super) fn unmerge(range: Range) -> Result<()> {
+    take_back(range, || SHARED.mapping_lock.lock(me()));
     for_each_merged(range, |part, prot| match prot & libc::PROT_WRITE {
         // A copy would leave a device that still reads into the page with the old one.
         0 if pins::are_registered() => Ok(()),
@@ -153,6 +155,7 @@ pub(super) fn gather_unwritable(range: Range, refused: i32) -> Result<()> {
 
 /// Makes everything that is still shown from the pool the program's own; no other thread may be writing to it.
 pub(super) fn gather_everything() {
+    take_back(EVERYTHING, || SHARED.mapping_lock.lock(me()));
     let held = SHARED.mapping_lock.lock(me());
     if !SHARED.tables(&held).merged.is_empty() && for_each_merged(EVERYTHING, |part, _| gather(part)).is_ok() {
         SHARED.tables(&held).merged.clear();

@@ -8,6 +8,7 @@ use super::c_library::{fail, me};
 use super::unmerge::gather_unwritable;
 use super::without_agent::without_thread;
 use crate::address_space::maps::pool_mappings;
+use crate::live::take_back;
 use crate::state::SHARED;
 use core::ffi::{c_int, c_ulong, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -83,8 +84,9 @@ fn register(fd: c_int, argument: *mut c_void, call: impl Fn() -> Result<usize>) 
             // Memory to which no thread can write just now may be copied. Otherwise a program that tracks missing pages would be shown a file's.
             gather_unwritable(range, libc::EBUSY).map_err(|_| Errno(libc::EBUSY))?;
             let result = call();
+            drop(held);
             if result.is_ok() {
-                SHARED.tables(&held).table.change(range, |note| note.tracked = true);
+                track(range, true);
             }
             result
         });
@@ -108,5 +110,9 @@ fn track(range: Range, tracked: bool) {
     let held = SHARED.mapping_lock.lock(me());
     SHARED.tables(&held).table.change(range, |note| note.tracked = tracked);
     drop(held);
+    if tracked {
+        // KSM drops the marks by which the program would learn of writes.
+        take_back(range, || SHARED.mapping_lock.lock(me()));
+    }
     SHARED.changed();
 }

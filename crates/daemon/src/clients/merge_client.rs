@@ -9,6 +9,9 @@
 use crate::clients::agent_time::note_cpu_ns;
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
+use crate::clients::leftover::State;
+use crate::config::Leftover;
+use crate::domain_key::DomainKey;
 use crate::status::UnmanagedMemory;
 use crate::waits::PastCounts;
 use pagefold_entry::enter::Traces;
@@ -16,6 +19,7 @@ use pagefold_entry::memory::Memory;
 use pagefold_entry::stop::{StopError, with_stopped};
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
+use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, ranges, sched, sock};
 use pagefold_pool::Pool;
 use pagefold_protocol::channel::{AgentCounters, Channel};
@@ -49,6 +53,10 @@ const STOP_PAGES: u64 = 2048;
 const UNSHARE_PAGES: u64 = 512;
 /// Longest pause between two such requests.
 const UNSHARE_PAUSE_MAX: Duration = Duration::from_millis(10);
+/// Periods after which a client's new memory may be handed to KSM too.
+const HAND_PERIODS: u64 = 8;
+/// Requests by which a client's memory is taken back from KSM at most: enough for any, and a liar's end.
+const TAKE_BACK_MAX: usize = 1 << 16;
 /// Ranges that one pagemap scan returns at most.
 const SCANNED_MAX: usize = 4096;
 
@@ -70,6 +78,8 @@ pub struct SharedClient {
     pub(crate) past_counts: Mutex<PastCounts>,
     /// What the last look found of its memory that is not managed.
     pub(crate) unmanaged: Mutex<Unmanaged>,
+    /// What became of its leftover.
+    pub(crate) leftover: Mutex<State>,
     channel: Channel,
     /// The most that was known of its agent's processor time.
     cpu_ns: AtomicU64,
@@ -96,6 +106,7 @@ impl SharedClient {
             stops: Default::default(),
             past_counts: Mutex::default(),
             unmanaged: Mutex::default(),
+            leftover: Mutex::default(),
             channel,
             cpu_ns: AtomicU64::new(0),
         }
@@ -130,6 +141,10 @@ pub struct MergeClient {
     away: bool,
     /// An attached process, by a descriptor that no other process can come to be, and its memory.
     attached: Option<(Fd, Memory)>,
+    /// What the daemon does with leftovers, and the client's domain.
+    policy: (Leftover, DomainKey),
+    /// Periods since its leftover was handed, and of what generation of its memory.
+    handed: (u64, u64),
 }
 
 impl MergeClient {
@@ -142,6 +157,7 @@ impl MergeClient {
         hello: &Packet,
         mut fds: sock::Fds,
         device: Option<&Fd>,
+        policy: (Leftover, DomainKey),
     ) -> Result<MergeClient, GreetError> {
         let cred = sock::peer(&socket)?;
         let pagemap = fds.take(0).filter(pagemap::is_one).ok_or(GreetError::Protocol)?;
@@ -164,6 +180,7 @@ impl MergeClient {
                 stops: Default::default(),
                 past_counts: Mutex::default(),
                 unmanaged: Mutex::default(),
+                leftover: Mutex::default(),
                 channel,
                 cpu_ns: AtomicU64::new(0),
             }),
@@ -174,6 +191,8 @@ impl MergeClient {
             room: 0,
             away: hello.a & message::HELLO_LENT != 0,
             attached,
+            policy,
+            handed: (0, 0),
         })
     }
 
@@ -313,6 +332,11 @@ impl MergeClient {
             }
             from = all.last().map_or(u64::MAX, |last| last.end);
         }
+    }
+
+    /// What becomes of a leftover without asking the agent; `None` if the agent shall hand it.
+    fn before_asking(&self) -> Option<State> {
+        State::before_asking(self.policy.0, &self.policy.1)
     }
 
     /// Whether the process may be reading from devices straight into its memory right now.
@@ -613,6 +637,45 @@ impl Client for MergeClient {
         self.away
     }
 
+    fn settle_leftover(&mut self, left_out: bool) -> Result<(), Gone> {
+        let before = *lock(&self.shared.leftover);
+        let is_handed = self.shared.counters().leftover_bytes.load(Ordering::Relaxed) > 0;
+        if before == State::None && !left_out {
+            // An earlier daemon had the agent hand it, and this one would not.
+            let withdraws = is_handed && matches!(self.before_asking(), Some(State::Off | State::Named));
+            return if withdraws { self.take_back_leftover() } else { Ok(()) };
+        }
+        self.handed.0 += 1;
+        let generation = self.generation();
+        // New memory of the program is handed as well, at a measured pace: each time the agent looks at all mappings.
+        if before == State::Handed && (!left_out && self.handed.1 == generation || self.handed.0 < HAND_PERIODS) {
+            return Ok(());
+        }
+        let state = match self.before_asking() {
+            Some(state) => state,
+            None => {
+                self.handed = (0, generation);
+                self.ask_for(Op::Leftover, 0, 1, 0, &[])?.map_or_else(State::Refused, |_| State::Handed)
+            }
+        };
+        *lock(&self.shared.leftover) = state;
+        Ok(())
+    }
+
+    fn take_back_leftover(&mut self) -> Result<(), Gone> {
+        for _ in 0..TAKE_BACK_MAX {
+            let began = Instant::now();
+            // What the kernel has no memory for stays KSM's, and `status` goes on to count it.
+            if self.ask(Op::Leftover, 0, 0, 0, &[])? == 0 {
+                break;
+            }
+            // The program gets half of the time.
+            std::thread::sleep(began.elapsed().min(UNSHARE_PAUSE_MAX));
+        }
+        *lock(&self.shared.leftover) = State::None;
+        Ok(())
+    }
+
     fn release_buffers(&mut self) {
         if std::mem::take(&mut self.room) > 0 {
             self.shared.channel.release_pages();
@@ -676,6 +739,8 @@ mod tests {
             room: 0,
             away: false,
             attached: None,
+            policy: (Leftover::Private, (0, "test".into())),
+            handed: (0, 0),
         }
     }
 

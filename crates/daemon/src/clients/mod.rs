@@ -5,6 +5,7 @@ pub(crate) mod connection;
 pub(crate) mod domains;
 pub(crate) mod forked_children;
 pub(crate) mod handshake;
+pub(crate) mod leftover;
 pub(crate) mod merge_client;
 pub(crate) mod refusals;
 pub(crate) mod unmanaged;

@@ -3,6 +3,7 @@
 use crate::clients::connection::Connection;
 use crate::clients::domains::wake;
 use crate::clients::handshake::GreetError;
+use crate::clients::leftover::UNNAMED_DOMAIN;
 use crate::clients::merge_client::MergeClient;
 use crate::cold::handover::keeper::leave_children;
 use crate::cold::handshake;
@@ -49,7 +50,7 @@ fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, mut fds: sock::Fds) 
     let Ok(name) = String::from_utf8(text) else {
         return daemon.refusals.note(cred.pid, "the name of its domain is not UTF-8".into());
     };
-    let name = if name.is_empty() { "default".to_owned() } else { name };
+    let name = if name.is_empty() { UNNAMED_DOMAIN.to_owned() } else { name };
     if fds.is_cut() {
         return note_failure(daemon, cred.pid, &GreetError::NoDescriptor);
     }
@@ -73,7 +74,8 @@ fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, mut fds: sock::Fds) 
         daemon.forked_children.take(children);
     }
     let connection = Arc::new(Connection::from(socket));
-    let client = match MergeClient::greet(connection.clone(), hello, fds, daemon.userfault_device.as_ref()) {
+    let leftover = (daemon.config.leftover, key.clone());
+    let client = match MergeClient::greet(connection.clone(), hello, fds, daemon.userfault_device.as_ref(), leftover) {
         Ok(client) => client,
         Err(error) => return note_failure(daemon, cred.pid, &error),
     };

@@ -3,12 +3,13 @@
 use crate::domain_key::DomainKey;
 use crate::service::daemon::Daemon;
 
+use crate::clients::merge_client::SharedClient;
 use crate::cold;
-use crate::status::{Client, Status, Totals};
+use crate::status::{Client, Leftover, Status, Totals};
 use pagefold_merge::Domain;
 use pagefold_merge::stats::DomainStats;
-use pagefold_os::procfs;
 use pagefold_os::sync::lock;
+use pagefold_os::{ksm, procfs};
 use pagefold_protocol::wait_histogram;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -54,6 +55,7 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
                 client_status.freeze_ns_max,
             );
             client_status.unmanaged = lock(&client.shared.unmanaged).memory.clone();
+            client_status.leftover = leftover(&client.shared);
             client_status.attached = client.shared.traces.is_some();
             [client_status.stops, client_status.stop_ns, client_status.stop_ns_max] =
                 [0, 1, 2].map(|index| client.shared.stops[index].load(Ordering::Relaxed));
@@ -107,6 +109,15 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
             pages_total: daemon.verified[1].load(Ordering::Relaxed),
         },
     }
+}
+
+/// What became of a client's leftover.
+fn leftover(client: &SharedClient) -> Leftover {
+    let state = lock(&client.leftover).text();
+    let handed_bytes = client.counters().leftover_bytes.load(Ordering::Relaxed);
+    let stat =
+        if handed_bytes > 0 { ksm::of_process(client.pid).unwrap_or_default() } else { ksm::ProcessStat::default() };
+    Leftover { state, handed_bytes, ksm_pages: stat.merged_pages, ksm_profit_bytes: stat.profit_bytes.unwrap_or(0) }
 }
 
 #[cfg(test)]

@@ -81,6 +81,9 @@ impl Domain {
             chosen.push(run);
         }
         self.count(|c| &c.over_vma_budget_runs, left);
+        if left > 0 {
+            work.leave_out();
+        }
         chosen.sort_unstable_by_key(|run| run.range.start);
         self.merge(work, &chosen)?;
         Ok(true)
@@ -268,6 +271,7 @@ impl Domain {
         let whole = PageRun { range: piece.range, target: piece.slot };
         if outcome.why == RefusalReason::Limit {
             work.rest_until = work.period + REST_PERIODS;
+            work.leave_out();
         }
         if predicted {
             // Not a page that changed, but a guess that was wrong; the fingerprint decides.

@@ -56,6 +56,9 @@ impl Domain {
             }
             let takes_over = !has_room[part.start] && self.affords(pages, EDGES, &mut used.clone());
             self.count(|c| &c.over_vma_budget_runs, 1);
+            if !takes_over {
+                work.leave_out();
+            }
             for twin in &twins[part] {
                 if !takes_over {
                     Self::refuse(work, RefusalReason::Limit);

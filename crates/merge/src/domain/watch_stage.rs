@@ -56,9 +56,19 @@ impl Domain {
         self.sweep_index();
         self.release_segments();
         work.client.forget(&self.pool)?;
+        self.settle_leftover(work)?;
         self.count(|c| &c.full_scans, 1);
         self.count(|c| &c.watch_ns, sched::monotonic_ns() - began);
         Ok(())
+    }
+
+    /// Tells the client whether pages were left out. Runs that are found now come first: another system may take their pages.
+    fn settle_leftover(&self, work: &mut Work) -> Result<(), Gone> {
+        let is_due = |since: &mut u64| {
+            self.indexing.load(Ordering::Acquire) == 0 || work.period - *since >= super::SHORT_WAIT_PERIODS
+        };
+        let left_out = work.left_out_since.take_if(is_due).is_some();
+        work.client.settle_leftover(left_out)
     }
 
     /// Returns false if the process cannot tell: then what was known stays.
@@ -418,6 +428,8 @@ impl Domain {
 
     pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<Unmerged, Gone> {
         self.mark_index_dirty();
+        work.client.take_back_leftover()?;
+        work.left_out_since = None;
         work.take_deferred();
         // Planned merges are dropped with the notices: their pages are looked up anew when work goes on.
         for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.candidate > 0) {

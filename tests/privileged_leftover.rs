@@ -1,0 +1,268 @@
+//! The leftover: what the budget of mappings keeps private is merged by the kernel's KSM where that runs, and nothing of that is left
+//! when a program leaves.
+
+mod common;
+
+use common::{Daemon, Server, c_program_with, can_merge, is_root, skipped, wait_for};
+use pagefold_os::ksm::{self, Settings};
+use serde_json::Value;
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard};
+
+/// Bytes of the memory that all instances hold, and of what each marks itself if it is asked to.
+const AREA: u64 = 32 << 20;
+const MARKED: u64 = 2 << 20;
+const MIB: u64 = 1 << 20;
+/// Far fewer mappings than there are pages.
+const FEW_MAPPINGS: [&str; 4] = ["--vma-budget", "600", "--scan-interval", "100ms"];
+
+/// KSM is one for the machine: its settings are put back when this is dropped.
+struct Ksm {
+    _settings: Settings,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Ksm {
+    /// `None` after saying what is missing. KSM does not run yet.
+    fn take() -> Option<Ksm> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        if !is_root() {
+            skipped("only root changes the settings of KSM");
+            return None;
+        }
+        let alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if !can_merge() {
+            return None;
+        }
+        match Settings::take() {
+            Ok(settings) => {
+                for (name, value) in [("pages_to_scan", 20_000), ("sleep_millisecs", 10)] {
+                    ksm::write(name, value).expect("a setting of KSM's");
+                }
+                Some(Ksm { _settings: settings, _alone: alone })
+            }
+            Err(error) => {
+                skipped(&error.to_string());
+                None
+            }
+        }
+    }
+
+    fn run(&self, runs: bool) {
+        // 2: what it merged is unmerged.
+        ksm::write("run", if runs { 1 } else { 2 }).expect("KSM's switch");
+    }
+}
+
+fn program(options: &[&str]) -> Option<PathBuf> {
+    c_program_with("scattered", options)
+}
+
+/// Three instances, each with an order of its own; the last one marks some memory itself.
+fn instances(program: &std::path::Path, command: impl Fn() -> Command) -> Vec<Server> {
+    let start = |order: &str, marks: bool| {
+        let mut command = command();
+        if marks {
+            command.env("MARKS", "1");
+        }
+        Server::start_as(order, command, program)
+    };
+    vec![start("1", false), start("2", false), start("3", true)]
+}
+
+/// Memory of the processes in bytes, each page counted once.
+fn memory(servers: &[Server]) -> u64 {
+    let of = |server: &Server| {
+        let text = fs::read_to_string(format!("/proc/{}/smaps_rollup", server.pid())).expect("it lives");
+        let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).expect("the kernel tells");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
+    };
+    servers.iter().map(of).sum()
+}
+
+/// The memory once it has not become less for a while.
+fn settled(servers: &[Server]) -> u64 {
+    let (mut least, mut since) = (u64::MAX, 0);
+    while since < 15 {
+        let now = memory(servers);
+        since = if now + MIB / 4 < least { 0 } else { since + 1 };
+        least = least.min(now);
+        std::thread::sleep(std::time::Duration::from_millis(200));
+    }
+    least
+}
+
+/// Bytes of a process that KSM looks at.
+fn marked(server: &Server) -> u64 {
+    marked_in(server, 0..u64::MAX)
+}
+
+/// Those between two addresses.
+fn marked_in(server: &Server, range: std::ops::Range<u64>) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{}/smaps", server.pid())).expect("it lives");
+    let (mut mapping, mut all) = (0..0, 0);
+    for line in text.lines() {
+        let ends = line.split(' ').next().and_then(|word| word.split_once('-'));
+        if let Some((Ok(start), Ok(end))) =
+            ends.map(|(start, end)| (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16)))
+        {
+            mapping = start.max(range.start)..end.min(range.end);
+        } else if line.starts_with("VmFlags:") && line.split(' ').any(|flag| flag == "mg") {
+            all += mapping.end.saturating_sub(mapping.start);
+        }
+    }
+    all
+}
+
+fn leftover(daemon: &Daemon, server: &Server) -> Value {
+    let status = daemon.status();
+    let clients = status["clients"].as_array().cloned().unwrap_or_default();
+    clients
+        .into_iter()
+        .find(|client| client["pid"] == server.pid())
+        .map(|client| client["leftover"].clone())
+        .unwrap_or_default()
+}
+
+fn wait_for_state(daemon: &Daemon, servers: &[Server], state: &str) {
+    wait_for(&format!("each leftover to be: {state}"), 120, || {
+        servers.iter().all(|server| leftover(daemon, server)["state"].as_str().is_some_and(|is| is.contains(state)))
+    });
+}
+
+/// Every byte is right whatever the programs do.
+fn work(servers: &mut [Server]) {
+    for word in ["check 1", "write 300", "fork 2", "discard 200", "fork 1", "write 100"] {
+        for server in servers.iter_mut() {
+            server.check(word);
+        }
+    }
+}
+
+fn end(servers: Vec<Server>) {
+    for server in servers {
+        assert!(server.end().success(), "a program failed");
+    }
+}
+
+#[test]
+fn with_ksm_scattered_pages_take_no_more_memory_than_by_ksm_alone() {
+    let Some(ksm) = Ksm::take() else { return };
+    let Some(program) = program(&[]) else { return };
+    ksm.run(true);
+    let daemon = Daemon::start(&FEW_MAPPINGS);
+    let alone = instances(&program, || daemon.run(&["--backend", "ksm"]));
+    let by_ksm = settled(&alone);
+    assert!(by_ksm < AREA + AREA / 2, "{} MiB", by_ksm / MIB);
+    end(alone);
+    ksm.run(false);
+    let mut servers = instances(&program, || daemon.run(&["--manage", "all"]));
+    wait_for_state(&daemon, &servers, "KSM does not run");
+    for server in &servers[..2] {
+        assert_eq!((marked(server), leftover(&daemon, server)["handed_bytes"].as_u64()), (0, Some(0)));
+    }
+    let private = memory(&servers);
+    assert!(private > 2 * AREA + AREA / 2, "{} MiB", private / MIB);
+    let said = String::from_utf8_lossy(&daemon.tool(&["status"]).stdout).into_owned();
+    assert!(said.contains("beyond its budget of mappings: private: KSM does not run (echo 1 > "), "{said}");
+    ksm.run(true);
+    wait_for_state(&daemon, &servers, "handed to KSM");
+    // An agent has memory of its own in each program.
+    wait_for("what is left to be merged", 120, || memory(&servers) < by_ksm + by_ksm / 10 + 3 * MIB);
+    let both = settled(&servers);
+    println!("private {} MiB, by KSM alone {}, handed to KSM {}", private / MIB, by_ksm / MIB, both / MIB);
+    let told = leftover(&daemon, &servers[0]);
+    assert!(told["handed_bytes"].as_u64() > Some(AREA / 2), "{told}");
+    assert!(told["ksm_pages"].as_u64() > Some(4000), "{told}");
+    work(&mut servers);
+    daemon.verify();
+    // Private again, as far as the program did not ask for it.
+    for (server, own) in servers.iter_mut().zip([0, 0, MARKED]) {
+        let output = daemon.tool(&["unmerge", &server.pid().to_string()]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        server.check("check 1");
+        assert_eq!(marked(server), own);
+        let told = leftover(&daemon, server);
+        assert_eq!((told["state"].as_str(), told["handed_bytes"].as_u64()), (Some(""), Some(0)), "{told}");
+    }
+    assert!(memory(&servers) > 2 * AREA + AREA / 2);
+    work(&mut servers);
+    end(servers);
+}
+
+#[test]
+fn detached_programs_leave_ksm() {
+    let Some(ksm) = Ksm::take() else { return };
+    let Some(program) = program(&["-static"]) else { return };
+    ksm.run(true);
+    let daemon = Daemon::start(&FEW_MAPPINGS);
+    let mut servers = instances(&program, || Command::new("env"));
+    let tool = |verb: &str, server: &Server| {
+        common::comes(60, || daemon.tool(&[verb, &server.pid().to_string()]).status.success())
+    };
+    for server in &servers {
+        assert!(tool("attach", server), "it is not attached");
+    }
+    wait_for_state(&daemon, &servers, "handed to KSM");
+    wait_for("what is left to be merged", 120, || memory(&servers) < AREA + AREA / 2);
+    work(&mut servers);
+    for (server, own) in servers.iter_mut().zip([0, 0, MARKED]) {
+        assert!(tool("detach", server), "it is not detached");
+        server.check("check 1");
+        assert_eq!(marked(server), own);
+    }
+    work(&mut servers);
+    end(servers);
+}
+
+#[test]
+fn memory_that_ksm_has_is_parked_and_returns() {
+    let Some(ksm) = Ksm::take() else { return };
+    let Some(program) = program(&[]) else { return };
+    ksm.run(true);
+    let daemon = Daemon::start(&[&FEW_MAPPINGS[..], &["--cold-policy", "manual"]].concat());
+    let mut servers = instances(&program, || daemon.run(&["--manage", "all"]));
+    wait_for_state(&daemon, &servers, "handed to KSM");
+    wait_for("what is left to be merged", 120, || memory(&servers) < AREA + AREA / 2);
+    for _ in 0..2 {
+        for server in &servers {
+            let output = daemon.tool(&["park", &server.pid().to_string()]);
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+        work(&mut servers);
+    }
+    for server in &mut servers {
+        assert!(daemon.tool(&["unpark", &server.pid().to_string()]).status.success());
+        server.check("check 1");
+    }
+    end(servers);
+}
+
+/// KSM knows no domains, and merges locked memory too.
+#[test]
+fn what_is_not_to_be_handed_stays_private() {
+    let Some(ksm) = Ksm::take() else { return };
+    let Some(program) = program(&[]) else { return };
+    ksm.run(true);
+    let mut daemon = Daemon::start(&FEW_MAPPINGS);
+    let servers = instances(&program, || daemon.run(&["--manage", "all", "--domain", "owner"]));
+    wait_for_state(&daemon, &servers, "its domain has a name");
+    assert_eq!(servers.iter().map(marked).collect::<Vec<_>>(), [0, 0, MARKED]);
+    end(servers);
+    let mut servers = instances(&program, || daemon.run(&["--manage", "all"]));
+    wait_for_state(&daemon, &servers, "handed to KSM");
+    // Locked memory is the program's alone.
+    let pages = AREA / 4096;
+    let area = 4096 * servers[0].check(&format!("lock {pages}")) as u64;
+    assert_eq!(marked_in(&servers[0], area..area + AREA), 0);
+    assert!(servers[1..].iter().all(|server| marked(server) > AREA / 2));
+    // The next daemon does not hand it over, and takes back what this one did.
+    daemon.replace_with(&[&FEW_MAPPINGS[..], &["--leftover", "private"]].concat());
+    wait_for_state(&daemon, &servers[1..], "--leftover private");
+    wait_for("what was handed to be taken back", 60, || servers[1..].iter().map(marked).sum::<u64>() == MARKED);
+    servers[0].check("write 300");
+    work(&mut servers[1..]);
+    end(servers);
+}

@@ -1,0 +1,145 @@
+/* A program whose pages are equal to those of its other instances, in an order of its own: no two neighbours match. It writes, forks,
+ * discards and locks. Each byte has a value that is known; a wrong one ends the program with status 3.
+ *
+ * The argument is the number of the order. Commands come by standard input, a line each: WORD COUNT. The answer is a line: "right",
+ * and the number of the area's first page. */
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define PAGE 4096ul
+#define PAGES 8192ul
+/* Memory that the program marks itself. */
+#define MARKED (512 * PAGE)
+
+static unsigned char *area, *marked;
+/* What page i holds: numbers below PAGES are the contents that all instances have, DISCARDED zeros. */
+#define DISCARDED UINT32_MAX
+static uint32_t held[PAGES];
+static uint64_t seed;
+
+static uint64_t below(uint64_t limit)
+{
+	seed ^= seed << 13;
+	seed ^= seed >> 7;
+	seed ^= seed << 17;
+	return seed % limit;
+}
+
+static uint64_t word(uint64_t content, uint64_t at)
+{
+	uint64_t x = (content + 1) * 0x9e3779b97f4a7c15ull + at;
+	x ^= x >> 29;
+	return x * 0xbf58476d1ce4e5b9ull;
+}
+
+static void fail(const char *what, unsigned long page)
+{
+	fprintf(stderr, "scattered: %s: page %lu is wrong\n", what, page);
+	_exit(3);
+}
+
+static void fill(unsigned long page)
+{
+	for (unsigned long i = 0; i < PAGE / 8; i++)
+		((volatile uint64_t *)(area + page * PAGE))[i] = word(held[page], i);
+}
+
+static void check(const char *what)
+{
+	for (unsigned long page = 0; page < PAGES; page++)
+		for (unsigned long i = 0; i < PAGE / 8; i++)
+			if (((volatile uint64_t *)(area + page * PAGE))[i] != (held[page] == DISCARDED ? 0 : word(held[page], i)))
+				fail(what, page);
+	for (unsigned long at = 0; at < MARKED; at++)
+		if (((volatile unsigned char *)marked)[at] != 7)
+			fail("marked memory", at / PAGE);
+}
+
+/* Contents that no other instance has. */
+static void writes(unsigned long count)
+{
+	while (count--) {
+		unsigned long page = below(PAGES);
+		held[page] = PAGES + below(1ul << 30);
+		fill(page);
+	}
+}
+
+static void discard(unsigned long count)
+{
+	while (count--) {
+		unsigned long page = below(PAGES);
+		held[page] = DISCARDED;
+		if (madvise(area + page * PAGE, PAGE, MADV_DONTNEED))
+			fail("madvise", page);
+	}
+}
+
+static void forks(unsigned long count)
+{
+	while (count--) {
+		pid_t child = fork();
+		if (!child) {
+			check("a child");
+			writes(200);
+			discard(50);
+			check("a child's own");
+			_exit(0);
+		}
+		writes(50);
+		int status;
+		if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status) || WEXITSTATUS(status))
+			fail("a child", status);
+	}
+}
+
+int main(int argc, char **argv)
+{
+	seed = 88172645463325252ull + (argc > 1 ? strtoul(argv[1], NULL, 10) : 0) * 0x9e3779b97f4a7c15ull;
+	/* Between pages without rights, so that the kernel joins nothing with them. */
+	unsigned char *room = mmap(NULL, (PAGES + 3) * PAGE + MARKED, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	area = room + PAGE;
+	marked = area + (PAGES + 1) * PAGE;
+	if (room == MAP_FAILED || mprotect(area, PAGES * PAGE, PROT_READ | PROT_WRITE)
+	    || mprotect(marked, MARKED, PROT_READ | PROT_WRITE))
+		fail("mmap", 0);
+	madvise(area, PAGES * PAGE, MADV_NOHUGEPAGE);
+	memset(marked, 7, MARKED);
+	if (getenv("MARKS"))
+		madvise(marked, MARKED, MADV_MERGEABLE);
+	for (unsigned long page = 0; page < PAGES; page++)
+		held[page] = page;
+	for (unsigned long page = PAGES; page-- > 1;) {
+		unsigned long other = below(page + 1);
+		uint32_t content = held[page];
+		held[page] = held[other];
+		held[other] = content;
+	}
+	for (unsigned long page = 0; page < PAGES; page++)
+		fill(page);
+	printf("ready\n");
+	fflush(stdout);
+	char what[32];
+	unsigned long count;
+	while (scanf("%31s %lu", what, &count) == 2) {
+		if (!strcmp(what, "write"))
+			writes(count);
+		else if (!strcmp(what, "discard"))
+			discard(count);
+		else if (!strcmp(what, "fork"))
+			forks(count);
+		else if (!strcmp(what, "lock") && mlock(area, count * PAGE))
+			fail("mlock", count);
+		check(what);
+		printf("right %lu\n", (unsigned long)area / PAGE);
+		fflush(stdout);
+	}
+	check("in the end");
+	return 0;
+}
