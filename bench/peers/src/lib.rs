@@ -1,15 +1,13 @@
 //! The peers that the benchmarks race, in a crate of their own: the harness builds without them in seconds.
 //!
-//! Without features there are none; `registry` adds maps from the registry and LMDB, `cpp` red-black trees in C++.
+//! Without the feature `registry` there are none.
 
-#[cfg(feature = "cpp")]
-mod cpp;
 #[cfg(feature = "registry")]
 pub mod lmdb;
 #[cfg(feature = "registry")]
+pub mod red_black;
+#[cfg(feature = "registry")]
 mod registry;
-#[cfg(feature = "cpp")]
-pub use cpp::SourceTree;
 
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -92,11 +90,8 @@ pub type Maker = (&'static str, fn(usize) -> Box<dyn Map>);
 
 /// The peers of this build.
 pub fn all() -> Vec<Maker> {
-    #[allow(unused_mut, reason = "without features nothing is added")]
-    let mut makers: Vec<Maker> = Vec::new();
     #[cfg(feature = "registry")]
-    makers.extend(registry::all());
-    #[cfg(feature = "cpp")]
-    makers.extend(cpp::all());
-    makers
+    return registry::all();
+    #[cfg(not(feature = "registry"))]
+    Vec::new()
 }

@@ -1,13 +1,14 @@
 //! Concurrent maps from the registry.
 
-use crate::{FastBuild, Maker, map};
+use crate::{FastBuild, Maker, map, red_black};
 
-/// The peers of feature `registry`: the fastest hash maps, and congee, an adaptive radix tree.
+/// The peers of feature `registry`: the fastest hash maps, congee, an adaptive radix tree, and a red-black tree under a lock.
 pub fn all() -> Vec<Maker> {
     vec![
         ("dashmap", |_| Box::new(DashMap::with_hasher(FastBuild::default()))),
         ("scc-hash-map", |_| Box::new(SccHashMap::with_hasher(FastBuild::default()))),
         ("congee", |_| Box::new(Congee::new())),
+        red_black::maker(),
     ]
 }
 

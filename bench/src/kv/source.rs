@@ -37,14 +37,17 @@ impl Strings for Store {
     }
 }
 
-#[cfg(feature = "cpp-peers")]
-impl Strings for bench_peers::SourceTree {
+/// The user-space side of the source's test: an insert searches first and then takes the lock for writing.
+#[cfg(feature = "peers")]
+impl Strings for bench_peers::red_black::RedBlackTree<Box<[u8]>> {
     fn put(&self, key: u64, value: &[u8]) {
-        bench_peers::SourceTree::put(self, key, value);
+        if self.with(key, |_| ()).is_none() {
+            self.insert(key, value.into());
+        }
     }
 
     fn holds(&self, key: u64, value: &[u8]) -> bool {
-        bench_peers::SourceTree::holds(self, key, value)
+        self.with(key, |found| **found == *value) == Some(true)
     }
 }
 
@@ -137,8 +140,8 @@ pub(super) fn rate(name: &str, keys: usize, threads: usize) -> Option<f64> {
     match name {
         "forrest" => test(&Store::new().ok()?, keys, threads, false),
         "forrest-batch" => test(&Store::new().ok()?, keys, threads, true),
-        #[cfg(feature = "cpp-peers")]
-        "rb-tree-source" => test(&bench_peers::SourceTree::new(), keys, threads, false),
+        #[cfg(feature = "peers")]
+        "rb-tree-source" => test(&bench_peers::red_black::RedBlackTree::default(), keys, threads, false),
         "std-btree-lock" => test(&RwLock::new(BTreeMap::new()), keys, threads, false),
         _ => None,
     }
