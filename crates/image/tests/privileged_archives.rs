@@ -3,7 +3,7 @@
 //! The test takes the archives that the machine has (crates, Go's and Python's own tests). `PAGEFOLD_ARCHIVES` names files and
 //! directories to compare instead, with colons between them. Run it as root: GNU tar sets owners for root alone.
 
-use pagefold_image::build::{self, Omissions, apply_tar};
+use pagefold_image::build::{self, Omissions, apply_archive};
 use pagefold_image::config::Limits;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
@@ -90,7 +90,7 @@ fn of_image(store: &Store, path: &Path, named: &BTreeSet<Vec<u8>>, limits: Limit
     let build = store.build().unwrap();
     let (mut tree, mut notes) = (Tree::default(), Omissions::default());
     let plain = unpack(open(path), limits).map_err(|error| error.to_string())?;
-    apply_tar(&build, &mut tree, plain, false, limits, &mut notes, &Progress::silent())
+    apply_archive(&build, &mut tree, plain, limits, &mut notes, &Progress::silent())
         .map_err(|error| error.to_string())?;
     Ok(listing(&tree, named))
 }

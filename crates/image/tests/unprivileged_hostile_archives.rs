@@ -4,7 +4,7 @@
 mod archive_bytes;
 
 use archive_bytes::{END, archive, file, header, padded, pax, seal};
-use pagefold_image::build::{Omissions, apply_tar};
+use pagefold_image::build::{Omissions, apply_archive};
 use pagefold_image::config::Limits;
 use pagefold_image::oci::{self, Wanted};
 use pagefold_image::progress::Progress;
@@ -28,7 +28,7 @@ impl Bench {
 
     fn read_with(&self, archive: &[u8], limits: Limits) -> Result<(Tree, Vec<String>), Error> {
         let (build, mut tree, mut notes) = (self.store.build()?, Tree::default(), Omissions::default());
-        apply_tar(&build, &mut tree, unpack(archive, limits)?, false, limits, &mut notes, &Progress::silent())?;
+        apply_archive(&build, &mut tree, unpack(archive, limits)?, limits, &mut notes, &Progress::silent())?;
         Ok((tree, notes.lines()))
     }
 

@@ -6,7 +6,7 @@ use crate::output::print_json;
 use crate::units::{show_counted, show_size};
 use crate::{note, say};
 use pagefold_image::Error as ImageError;
-use pagefold_image::build::{Omissions, apply_tar};
+use pagefold_image::build::{Omissions, apply_archive};
 use pagefold_image::config::Limits;
 use pagefold_image::oci::{self, Platform, Wanted};
 use pagefold_image::progress::Progress;
@@ -104,7 +104,7 @@ pub fn build_image(store: &Store, args: BuildArgs, stdin: bool) -> Result<(), Er
         let silent = Progress::silent();
         let of_input = |error| of_input(error, &source, "build takes a directory, a tar archive or an OCI image");
         let plain = unpack(progress.watch(input), limits).map_err(of_input)?;
-        apply_tar(&building, &mut tree, plain, false, limits, &mut notes, &silent).map_err(of_input)?;
+        apply_archive(&building, &mut tree, plain, limits, &mut notes, &silent).map_err(of_input)?;
         tree
     };
     drop(progress);

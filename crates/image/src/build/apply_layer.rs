@@ -80,25 +80,44 @@ struct Apply<'a, 'b, R> {
     progress: &'a Progress,
 }
 
-/// Reads a tar archive over `tree`; with `whiteouts`, names that begin with `.wh.` delete, as in OCI layers.
-/// Returns what the archive used of the limits.
+/// Reads an archive over `tree`. Returns what it used of the limits.
 ///
 /// # Errors
-/// A bad archive, a full store.
-pub fn apply_tar(
+/// A bad archive, one without an end mark, a full store.
+pub fn apply_archive(
     build: &Build,
     tree: &mut Tree,
     source: impl Read,
-    whiteouts: bool,
+    limits: Limits,
+    omissions: &mut Omissions,
+    progress: &Progress,
+) -> Result<Used> {
+    apply(build, tree, Reader::new(source, limits), false, omissions, progress)
+}
+
+/// Reads a layer of an OCI image over `tree`: names that begin with `.wh.` delete. A layer's digest shows whether it is whole:
+/// it may lack its end mark, and one of no bytes changes nothing, as container engines have it.
+pub(super) fn apply_layer(
+    build: &Build,
+    tree: &mut Tree,
+    source: impl Read,
     limits: Limits,
     omissions: &mut Omissions,
     progress: &Progress,
 ) -> Result<Used> {
     let mut reader = Reader::new(source, limits);
-    // A layer's digest shows whether it is whole: one of no bytes changes nothing, as container engines have it.
-    if whiteouts {
-        reader.allow_empty();
-    }
+    reader.allow_empty();
+    apply(build, tree, reader, true, omissions, progress)
+}
+
+fn apply<R: Read>(
+    build: &Build,
+    tree: &mut Tree,
+    reader: Reader<R>,
+    whiteouts: bool,
+    omissions: &mut Omissions,
+    progress: &Progress,
+) -> Result<Used> {
     let (layer, unresolved) = Default::default();
     let mut apply = Apply { build, tree, reader, whiteouts, layer, unresolved, omissions, progress };
     let mut next = apply.reader.next_entry().map_err(Error::foreign)?;
@@ -106,11 +125,10 @@ pub fn apply_tar(
         apply.entry(entry)?;
         next = apply.reader.next_entry()?;
     }
-    // A layer's digest shows whether it is whole, and some layers are packed without an end mark.
     if !whiteouts {
         apply.reader.check_end()?;
     }
-    let used = apply.reader.used();
+    let used = apply.reader.budget().used();
     apply.unresolved.resolve(apply.tree, apply.reader.owners(), apply.omissions);
     check_rest(apply.reader.into_inner())?;
     Ok(used)
@@ -170,8 +188,8 @@ impl<R: Read> Apply<'_, '_, R> {
         // A layer is a tree of its own, laid over the lower ones: its directories hide their files and links.
         let is_lower = |dir, name: &[u8]| self.whiteouts && !self.layer.fresh.contains(&(dir, name.to_vec()));
         let parent = self.tree.resolve_parent_over(path, true, is_lower)?;
-        self.reader.count_implied(path, (self.tree.inode_count() - inodes) as u64)?;
-        self.reader.count_steps(path, self.tree.step_count() - steps)?;
+        self.reader.budget().count_implied(path, (self.tree.inode_count() - inodes) as u64)?;
+        self.reader.budget().count_steps(path, self.tree.step_count() - steps)?;
         Ok(parent)
     }
 
@@ -221,7 +239,7 @@ impl<R: Read> Apply<'_, '_, R> {
     fn hard_link(&mut self, path: &[u8], target: &[u8], dir: Id, name: Vec<u8>) -> Result<()> {
         let steps = self.tree.step_count();
         let id = self.tree.link_target(path, target)?;
-        self.reader.count_steps(target, self.tree.step_count() - steps)?;
+        self.reader.budget().count_steps(target, self.tree.step_count() - steps)?;
         self.tree.link(dir, &name, id)?;
         self.layer.fresh.insert((dir, name));
         Ok(())

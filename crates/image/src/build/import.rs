@@ -1,7 +1,7 @@
 //! OCI images into trees: the layers in their order, each checked against its digests.
 
 use super::Build;
-use super::apply_layer::apply_tar;
+use super::apply_layer;
 use super::omissions::Omissions;
 use crate::config::{Limits, Used};
 use crate::digest::Hashing;
@@ -58,7 +58,7 @@ fn apply_layer(
     omissions: &mut Omissions,
 ) -> Result<Used> {
     let mut plain = Hashing::new(unpack(packed, limits)?);
-    let used = apply_tar(build, tree, &mut plain, true, left, omissions, &Progress::silent())?;
+    let used = apply_layer::apply_layer(build, tree, &mut plain, left, omissions, &Progress::silent())?;
     if let Some(diff_id) = layer.diff_id {
         plain.finish(&layer.what, diff_id)?;
     }

@@ -11,7 +11,7 @@ mod source;
 pub mod upper;
 mod walk;
 
-pub use apply_layer::apply_tar;
+pub use apply_layer::apply_archive;
 pub use directory::from_directory;
 pub use import::import;
 pub use omissions::Omissions;

@@ -1,6 +1,7 @@
 //! Formats that are read and written without a store: tar, compressed streams, OCI documents, EROFS.
 
 pub(crate) mod acl;
+pub(crate) mod budget;
 pub(crate) mod decompress;
 pub mod erofs;
 pub mod oci;

@@ -142,6 +142,6 @@ pub fn child_that_imports() {
     let (build, mut tree, mut notes) = (store.build().unwrap(), Default::default(), Omissions::default());
     let limits = Default::default();
     let file = fs::File::open(tar).unwrap();
-    pagefold_image::build::apply_tar(&build, &mut tree, file, false, limits, &mut notes, &Progress::silent()).unwrap();
+    pagefold_image::build::apply_archive(&build, &mut tree, file, limits, &mut notes, &Progress::silent()).unwrap();
     build.publish("user", &tree, "tar", Default::default(), notes.lines()).unwrap();
 }

@@ -2,7 +2,7 @@
 
 use crate::archive_bytes::{archive, file, header, pax, seal};
 use crate::fixture::Fixture;
-use pagefold_image::build::{Omissions, apply_tar};
+use pagefold_image::build::{Omissions, apply_archive};
 use pagefold_image::config::Limits;
 use pagefold_image::export;
 use pagefold_image::progress::Progress;
@@ -17,7 +17,7 @@ const DEFAULT: &str = "system.posix_acl_default";
 
 fn read(store: &Store, bytes: &[u8]) -> (Tree, Vec<String>) {
     let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
-    apply_tar(&build, &mut tree, bytes, false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    apply_archive(&build, &mut tree, bytes, Limits::default(), &mut notes, &Progress::silent()).unwrap();
     (tree, notes.lines())
 }
 
@@ -181,8 +181,7 @@ fn attributes_that_are_no_lists_and_lists_of_other_systems() {
         let bytes = archive(&[pax(&[("SCHILY.acl.access", bad)]), owned("f", b'0', "root", 0)]);
         let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
         let silent = Progress::silent();
-        let error =
-            apply_tar(&build, &mut tree, &bytes[..], false, Limits::default(), &mut notes, &silent).unwrap_err();
+        let error = apply_archive(&build, &mut tree, &bytes[..], Limits::default(), &mut notes, &silent).unwrap_err();
         assert!(error.to_string().contains("is no access control list"), "{error}");
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::common::build_dir;
 use crate::fixture::{Fixture, import, sample};
-use pagefold_image::build::{Omissions, apply_tar};
+use pagefold_image::build::{Omissions, apply_archive};
 use pagefold_image::config::Limits;
 use pagefold_image::digest::Digest;
 use pagefold_image::progress::Progress;
@@ -27,7 +27,7 @@ fn a_whiteout_name_of_a_real_file_is_not_exported() {
     let mut tar = Vec::new();
     export::tar(&store, &read, &mut tar, &Progress::silent()).unwrap();
     let (build, mut back, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
-    apply_tar(&build, &mut back, &tar[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    apply_archive(&build, &mut back, &tar[..], Limits::default(), &mut notes, &Progress::silent()).unwrap();
     assert!(back.find(b"sub/.wh.file").is_some());
 }
 
@@ -135,7 +135,7 @@ fn the_export_of_a_deep_tree_is_built_again() {
     let mut tar = Vec::new();
     export::tar(&store, &store.tree(&record.digest).unwrap(), &mut tar, &Progress::silent()).unwrap();
     let (build, mut back, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
-    apply_tar(&build, &mut back, &tar[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    apply_archive(&build, &mut back, &tar[..], Limits::default(), &mut notes, &Progress::silent()).unwrap();
     let again = build.publish("again", &back, "test", Default::default(), vec![]).unwrap();
     assert_eq!(again.digest, record.digest);
 }
@@ -168,6 +168,6 @@ fn an_export_that_stopped_at_a_damaged_object_is_no_archive() {
     let (mut cut, silent) = (Vec::new(), Progress::silent());
     export::tar(&store, &store.tree(&record.digest).unwrap(), &mut cut, &silent).unwrap_err();
     let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
-    let error = apply_tar(&build, &mut tree, &cut[..], false, Limits::default(), &mut notes, &silent).unwrap_err();
+    let error = apply_archive(&build, &mut tree, &cut[..], Limits::default(), &mut notes, &silent).unwrap_err();
     assert!(error.to_string().contains("no end mark after"), "{error}");
 }

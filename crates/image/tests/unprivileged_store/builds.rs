@@ -2,7 +2,7 @@
 
 use crate::common::{build_dir, damaged};
 use crate::fixture::{Fixture, import, sample, wait_for_old_times};
-use pagefold_image::build::{Omissions, apply_tar};
+use pagefold_image::build::{Omissions, apply_archive};
 use pagefold_image::config::Limits;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
@@ -37,7 +37,7 @@ fn the_same_input_gives_the_same_digest() {
     let mut tar = Vec::new();
     export::tar(&a, &read, &mut tar, &Progress::silent()).unwrap();
     let (building, mut back, mut notes) = (b.build().unwrap(), Tree::default(), Omissions::default());
-    apply_tar(&building, &mut back, &tar[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    apply_archive(&building, &mut back, &tar[..], Limits::default(), &mut notes, &Progress::silent()).unwrap();
     assert_eq!(building.publish("back", &back, "tar", Default::default(), vec![]).unwrap().digest, first.digest);
 
     // Out as an OCI layout and in again, too.

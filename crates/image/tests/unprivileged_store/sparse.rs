@@ -1,7 +1,7 @@
 //! Sparse files of archives: read in all forms of GNU tar, and exported so that it reads them back equal.
 
 use crate::fixture::Fixture;
-use pagefold_image::build::{Omissions, apply_tar};
+use pagefold_image::build::{Omissions, apply_archive};
 use pagefold_image::config::Limits;
 use pagefold_image::export;
 use pagefold_image::progress::Progress;
@@ -46,7 +46,7 @@ fn sample(dir: &Path) {
 fn build(store: &Store, name: &str, archive: &Path) -> ImageRecord {
     let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
     let file = File::open(archive).unwrap();
-    apply_tar(&build, &mut tree, file, false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    apply_archive(&build, &mut tree, file, Limits::default(), &mut notes, &Progress::silent()).unwrap();
     build.publish(name, &tree, "test", Default::default(), notes.lines()).unwrap()
 }
 

@@ -4,32 +4,18 @@ use super::entry::{Acls, ArchiveEntry, BLOCK, EntryKind};
 use super::fields::{check_sum, mtime, number, text};
 use super::pax::{Pax, parse_pax};
 use super::sparse::{Map, Part, SparseRecords, block_parts, check_parts, header_parts, map_before_data};
-use crate::config::{Limits, Used};
+use crate::config::Limits;
 use crate::error::{Result, input};
 use crate::format::acl::Names;
-use crate::tree::{Meta, show, show_start};
+use crate::format::budget::Budget;
+use crate::tree::{Meta, show};
 use pagefold_os::fill::fill;
 use std::io::{self, Read};
-
-/// An archive may name directories only by paths, at a cost of two bytes each: this many are allowed,
-const IMPLIED_FREE: u64 = 65_536;
-/// plus this many for each of its entries.
-const IMPLIED_PER_ENTRY: u64 = 4;
-/// A path of a few bytes may lead by symbolic links through tens of thousands of names: the paths of an archive may take this
-/// many steps,
-const STEPS_FREE: u64 = 1 << 20;
-/// plus this many for each entry.
-const STEPS_PER_ENTRY: u64 = 64;
 
 /// Reads entries from a stream, one after another.
 pub struct Reader<R> {
     inner: R,
-    limits: Limits,
-    entries: u64,
-    implied: u64,
-    steps: u64,
-    names: u64,
-    content: u64,
+    budget: Budget,
     left: u64,
     padding: u64,
     sparse: Option<Sparse>,
@@ -54,12 +40,7 @@ impl<R: Read> Reader<R> {
         let global = Pax::default();
         Self {
             inner,
-            limits,
-            entries: 0,
-            implied: 0,
-            steps: 0,
-            names: 0,
-            content: 0,
+            budget: Budget::new("tar", limits),
             left: 0,
             padding: 0,
             sparse: None,
@@ -71,9 +52,9 @@ impl<R: Read> Reader<R> {
         }
     }
 
-    /// What the entries so far have used of the limits.
-    pub fn used(&self) -> Used {
-        Used { entries: self.entries + self.implied, names_bytes: self.names, bytes: self.content }
+    /// What the archive may use, and has used so far.
+    pub(crate) fn budget(&mut self) -> &mut Budget {
+        &mut self.budget
     }
 
     /// The users and groups that the entries so far have both names and numbers for.
@@ -96,48 +77,8 @@ impl<R: Read> Reader<R> {
         }
         Err(input!(
             "tar: no end mark after {} entries: it may be cut off; get or pack it again (or add a mark: 1,024 zero bytes)",
-            self.entries
+            self.budget.entries()
         ))
-    }
-
-    /// Counts the directories that `path` has made without entries of their own: in memory they are as large.
-    ///
-    /// # Errors
-    /// More than the limit of entries, or than an honest archive has.
-    pub fn count_implied(&mut self, path: &[u8], made: u64) -> Result<()> {
-        self.implied += made;
-        if self.entries + self.implied > self.limits.entries {
-            return Err(input!(
-                "tar: more than {} entries, counting the directories on their paths",
-                self.limits.entries
-            ));
-        }
-        if self.implied > IMPLIED_FREE + IMPLIED_PER_ENTRY * self.entries {
-            return Err(input!(
-                "tar: {}: {} entries bring {} directories that have no entry; pack the directories, too",
-                show_start(path),
-                self.entries,
-                self.implied
-            ));
-        }
-        Ok(())
-    }
-
-    /// Counts the steps that resolving `path` has taken beyond those along its own names, which the archive has brought.
-    ///
-    /// # Errors
-    /// More than an honest archive has.
-    pub fn count_steps(&mut self, path: &[u8], taken: u64) -> Result<()> {
-        self.steps += taken.saturating_sub(path.split(|&byte| byte == b'/').count() as u64);
-        if self.steps > STEPS_FREE + STEPS_PER_ENTRY * self.entries {
-            return Err(input!(
-                "tar: {}: the paths of {} entries take {} steps, links followed, which no honest archive's do",
-                show_start(path),
-                self.entries,
-                self.steps
-            ));
-        }
-        Ok(())
     }
 
     /// The stream, to read what follows the archive's end.
@@ -152,15 +93,13 @@ impl<R: Read> Reader<R> {
 
     fn fill(&mut self, buffer: &mut [u8], what: &str) -> Result<()> {
         self.inner.read_exact(buffer).map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => input!("tar: cut off in {what}, after {} entries", self.entries),
-            _ => input!("tar: {error}, after {} entries", self.entries),
+            io::ErrorKind::UnexpectedEof => input!("tar: cut off in {what}, after {} entries", self.budget.entries()),
+            _ => input!("tar: {error}, after {} entries", self.budget.entries()),
         })
     }
 
     fn take(&mut self, size: u64, what: &str) -> Result<Vec<u8>> {
-        if size > self.limits.header_bytes {
-            return Err(input!("tar: {what} of {size} bytes; {} are allowed", self.limits.header_bytes));
-        }
+        self.budget.check_header(size, what)?;
         let mut bytes = vec![0; size as usize];
         self.fill(&mut bytes, what)?;
         let padding = (BLOCK - size as usize % BLOCK) % BLOCK;
@@ -172,7 +111,7 @@ impl<R: Read> Reader<R> {
     /// Skips the bytes of the entry last returned: `pass` moves the stream forward by that many bytes without reading them.
     pub(crate) fn pass_over(&mut self, pass: impl FnOnce(&mut R, u64) -> io::Result<()>) -> Result<()> {
         let rest = std::mem::take(&mut self.left) + std::mem::take(&mut self.padding);
-        pass(&mut self.inner, rest).map_err(|error| input!("tar: {error}, after {} entries", self.entries))
+        pass(&mut self.inner, rest).map_err(|error| input!("tar: {error}, after {} entries", self.budget.entries()))
     }
 
     /// The next entry. Unread bytes of the last one are skipped.
@@ -239,8 +178,8 @@ impl<R: Read> Reader<R> {
         }
         let mut header = [0u8; BLOCK];
         let filled = fill(&mut header, |rest, _| self.inner.read(rest))
-            .map_err(|error| input!("tar: {error}, after {} entries", self.entries))?;
-        if filled == 0 && self.entries == 0 && !self.may_be_empty {
+            .map_err(|error| input!("tar: {error}, after {} entries", self.budget.entries()))?;
+        if filled == 0 && self.budget.entries() == 0 && !self.may_be_empty {
             return Err(input!("tar: empty, not even an end mark"));
         }
         if filled == 0 || header == [0; BLOCK] {
@@ -248,12 +187,9 @@ impl<R: Read> Reader<R> {
             return Ok(None);
         }
         if filled < BLOCK {
-            return Err(input!("tar: cut off in a header, after {} entries", self.entries));
+            return Err(input!("tar: cut off in a header, after {} entries", self.budget.entries()));
         }
-        self.entries += 1;
-        if self.entries + self.implied > self.limits.entries {
-            return Err(input!("tar: more than {} entries, all that the limit leaves room for", self.limits.entries));
-        }
+        self.budget.count_entry()?;
         Ok(Some(header))
     }
 
@@ -308,7 +244,13 @@ impl<R: Read> Reader<R> {
         };
         let (uid, gid) = (id(pax.uid, &header[108..116], "uid")?, id(pax.gid, &header[116..124], "gid")?);
         self.note_owner(header, &pax, uid, gid);
-        self.count_names(&path, &kind, &pax)?;
+        let attributes = pax.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
+        let target =
+            if let EntryKind::Symlink(target) | EntryKind::HardLink(target) = &kind { target } else { &[][..] };
+        self.budget.count_names(&path, target, attributes + pax.acls.memory_bytes())?;
+        if let EntryKind::Symlink(target) = &kind {
+            self.budget.check_link_target(&path, target)?;
+        }
         let (mtime_s, mtime_ns) = match pax.mtime {
             Some(time) => time,
             None => (mtime(&header[136..148])?, 0),
@@ -334,7 +276,7 @@ impl<R: Read> Reader<R> {
         if !group.is_empty() {
             bytes += self.owners.add_group(&group, gid);
         }
-        self.names += bytes as u64;
+        self.budget.count_owners(bytes);
     }
 
     /// The parts of the entry at `path`, if it is a sparse file, of which the archive has `size` bytes; reads the map, where it is
@@ -381,33 +323,9 @@ impl<R: Read> Reader<R> {
     /// Counts a file's content against the limit; the reader then returns it, of which `stored` bytes are in the archive.
     fn count_content(&mut self, path: &[u8], kind: &EntryKind, stored: u64) -> Result<()> {
         let size = if let EntryKind::File(size) = kind { *size } else { stored };
-        let left = self.limits.bytes - self.content;
-        if size > left {
-            return Err(input!("tar: {}: {size} bytes of content, the limit leaves room for {left}", show(path)));
-        }
-        self.content += size;
+        self.budget.count_content(path, size)?;
         self.left = stored;
         self.padding = (BLOCK as u64 - stored % BLOCK as u64) % BLOCK as u64;
-        Ok(())
-    }
-
-    /// Counts name, link target and attributes, which stay in memory, against the limit.
-    fn count_names(&mut self, path: &[u8], kind: &EntryKind, pax: &Pax) -> Result<()> {
-        let target = if let EntryKind::Symlink(target) | EntryKind::HardLink(target) = kind { target } else { &[][..] };
-        let name = path.rsplit(|&byte| byte == b'/').find(|part| !part.is_empty()).unwrap_or_default();
-        let attributes = pax.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
-        let attributes = attributes + pax.acls.memory_bytes();
-        self.names += (name.len() + target.len() + attributes) as u64;
-        if self.names > self.limits.names_bytes {
-            return Err(input!(
-                "tar: {}: with its name, link target and attributes there are more than the limit's {} bytes of them",
-                show_start(path),
-                self.limits.names_bytes
-            ));
-        }
-        if matches!(kind, EntryKind::Symlink(_)) && (target.is_empty() || target.len() > 4095 || target.contains(&0)) {
-            return Err(input!("tar: {}: a link target of {} bytes", show(path), target.len()));
-        }
         Ok(())
     }
 }
