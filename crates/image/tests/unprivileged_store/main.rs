@@ -15,5 +15,6 @@ mod damage;
 mod fixture;
 mod format;
 mod killed_builders;
+mod many;
 mod sparse;
 mod stores;
