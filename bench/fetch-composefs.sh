@@ -6,7 +6,7 @@
 set -euo pipefail
 dir=${1:-${CARGO_TARGET_DIR:-target}/bench-images/composefs}
 suite=${COMPOSEFS_SUITE:-forky}
-[ ! -e "$dir/usr/bin/mkcomposefs" ] || exit 0
+[ ! -e "$dir/run/mkcomposefs" ] || exit 0
 mirror=$(apt-get indextargets --format '$(REPO_URI) $(COMPONENT)' | awk '$2 == "main" && !/security/ { print $1; exit }')
 [ -n "$mirror" ] || { echo "fetch-composefs: apt knows no Debian mirror" >&2; exit 1; }
 apt=$(mktemp -d)
@@ -35,4 +35,14 @@ apt-get -qq install --download-only -y --no-install-recommends composefs
 rm -rf "$dir.new" && mkdir -p "$dir.new"
 for package in "$apt"/archives/*.deb; do dpkg-deb -x "$package" "$dir.new"; done
 for package in "$apt"/archives/composefs_*.deb; do dpkg-deb -f "$package" Version >"$dir.new/version"; done
+# The tools are run by their own loader, with their own libraries.
+mkdir "$dir.new/run"
+for tool in mkcomposefs mount.composefs; do
+    cat >"$dir.new/run/$tool" <<'RUN'
+#!/bin/bash
+here=$(dirname "$(dirname "$(readlink -f "$0")")")
+exec "$here"/usr/lib/*-linux-gnu/ld-linux-*.so.* --library-path "$(echo "$here"/usr/lib/*-linux-gnu)" "$here"/usr/*bin/"${0##*/}" "$@"
+RUN
+    chmod +x "$dir.new/run/$tool"
+done
 rm -rf "$dir" && mv "$dir.new" "$dir"

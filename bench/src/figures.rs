@@ -467,17 +467,9 @@ mod tests {
             ),
             record("2026-01-01-pageone-z", json!([{ "e": "a", "v": 7 }, { "e": "k", "v": 7 }])),
         ];
-        let wanted = |name: &str| BTreeMap::from([("e".to_owned(), json!(name))]);
-        let figure = Figure {
-            what: "w".into(),
-            bench: "pageone".into(),
-            better: Better::Less,
-            ours: wanted("a"),
-            peer: Some(wanted("k")),
-            at: "/v".into(),
-            scale: None,
-            readme: None,
-        };
+        let figure =
+            "what = 'w'\nbench = 'pageone'\nbetter = 'less'\nours = { e = 'a' }\npeer = { e = 'k' }\nat = '/v'";
+        let figure: Figure = toml::from_str(figure).unwrap();
         let measured = figure.measured(&records, "m").unwrap();
         assert_eq!(measured.record.name, "2026-02-02-pageone-y");
         assert_eq!(

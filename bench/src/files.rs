@@ -13,6 +13,9 @@ pub fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()).into()
 }
 
+/// The programs that hold data.
+pub const HOLDERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/holders");
+
 /// Where `bench/fetch-images.sh` puts its images.
 pub fn fetched_images() -> PathBuf {
     target().join("bench-images")

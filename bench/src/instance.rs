@@ -1,13 +1,13 @@
-//! A running program that holds data, by the protocol of `bench/holders`.
+//! A running program that holds data and obeys by lines: those of `bench/holders`, and helper processes of the benches.
 
-use crate::process::{Failure, Running, wait_for};
+use crate::process::{Running, wait_for};
 use pagefold_os::procfs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::process::{ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
-/// The longest time to load the data, or to compare it.
+/// The longest time to load the data, to compare it, or to do what else a line asks for.
 const ANSWER_MAX: Duration = Duration::from_secs(120);
 /// The longest time to end at the end of its input.
 const END_MAX: Duration = Duration::from_secs(5);
@@ -21,8 +21,8 @@ pub struct Instance {
 
 impl Instance {
     /// Starts a program.
-    pub fn start(command: &mut Command) -> Result<Instance, Failure> {
-        let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()))?;
+    pub fn start(command: &mut Command) -> io::Result<Instance> {
+        let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()))?;
         let input = process.0.stdin.take();
         let output = process.0.stdout.take().expect("it is a pipe");
         let (sender, lines) = mpsc::channel();
@@ -35,17 +35,8 @@ impl Instance {
     }
 
     /// Waits until it holds the data.
-    pub fn ready(&self) -> Result<(), Failure> {
-        match self.lines.recv_timeout(ANSWER_MAX) {
-            Ok(line) if line == "ready" => Ok(()),
-            Ok(line) => Err(format!("it prints {line:?} instead of \"ready\"").into()),
-            Err(error) => Err(format!("it does not hold the data: {error}").into()),
-        }
-    }
-
-    /// Has it compare every byte; returns what it says, or that it has ended.
-    pub fn compare(&mut self) -> Result<(), String> {
-        self.ask("")
+    pub fn ready(&self) -> Result<(), String> {
+        self.expect("ready")
     }
 
     /// Gives it a line and waits until it says that all is right.
@@ -62,11 +53,23 @@ impl Instance {
 
     /// Waits until it says that all is right.
     pub fn answer(&self) -> Result<(), String> {
-        match self.lines.recv_timeout(ANSWER_MAX) {
-            Ok(line) if line == "right" => Ok(()),
-            Ok(line) => Err(format!("it prints {line:?}")),
-            Err(_) => Err("it has ended, or is silent".into()),
-        }
+        self.expect("right")
+    }
+
+    /// Waits until it says this.
+    pub fn expect(&self, wanted: &str) -> Result<(), String> {
+        let line = self.line()?;
+        if line == wanted { Ok(()) } else { Err(format!("it prints {line:?} instead of {wanted:?}")) }
+    }
+
+    /// Waits for its next line.
+    pub fn line(&self) -> Result<String, String> {
+        self.lines.recv_timeout(ANSWER_MAX).map_err(|_| "it has ended, or is silent".into())
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> i32 {
+        self.process.pid()
     }
 
     /// Its processes.
@@ -106,9 +109,12 @@ mod tests {
     fn a_holder_is_right_wrong_or_gone() {
         let mut right = holder("echo ready; read -r line; echo right");
         right.ready().unwrap();
-        assert_eq!(right.compare(), Ok(()));
-        assert!(holder("echo ready; read -r line; echo wrong").ready_to_compare().unwrap_err().contains("wrong"));
-        assert!(holder("echo ready; exit").ready_to_compare().unwrap_err().contains("ended"));
+        assert_eq!(right.ask(""), Ok(()));
+        for (script, says) in [("echo ready; read -r line; echo wrong", "wrong"), ("echo ready; exit", "ended")] {
+            let mut holder = holder(script);
+            holder.ready().unwrap();
+            assert!(holder.ask("").unwrap_err().contains(says));
+        }
         assert!(holder("echo help; cat").ready().is_err() && holder("exit").ready().is_err());
     }
 
@@ -121,12 +127,5 @@ mod tests {
         drop(instance);
         let ended = || !pids.iter().any(|pid| procfs::start_time_of_running(*pid).is_some());
         wait_for("their end", Duration::from_secs(5), || ended().then_some(())).unwrap();
-    }
-
-    impl Instance {
-        fn ready_to_compare(mut self) -> Result<(), String> {
-            self.ready().unwrap();
-            self.compare()
-        }
     }
 }

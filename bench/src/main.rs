@@ -102,17 +102,17 @@ fn bench(name: &str, args: &[String], rows: Option<&OsStr>) -> ExitCode {
 }
 
 /// What is run: a benchmark, the tag of its record, its arguments.
-type Planned = (&'static str, String, Vec<String>);
+type Planned = (String, String, Vec<String>);
 
 /// The runs that these arguments ask for. `--full` of a whole benchmark may be several.
 fn plan(names: &[&'static str], args: &[String]) -> Vec<Planned> {
     let rest: Vec<String> = args.iter().filter(|arg| *arg != "--full").cloned().collect();
     let is_whole = names.len() > 1 || rest.iter().all(|arg| arg == "--json");
     if rest.len() == args.len() || !is_whole {
-        return names.iter().map(|name| (*name, record::tag(args), args.to_vec())).collect();
+        return names.iter().map(|name| (name.to_string(), record::tag(args), args.to_vec())).collect();
     }
     let words = |line: &str| line.split(' ').map(str::to_owned).chain(rest.iter().cloned()).collect();
-    full::runs(names).map(|run| (run.bench, run.tag.to_owned(), words(run.line))).collect()
+    full::runs(names).map(|(bench, tag, line)| (bench, tag, words(&line))).collect()
 }
 
 /// Runs a benchmark and records its rows; returns them with the exit code.
@@ -128,7 +128,7 @@ fn run(planned: &Planned, record: Option<&str>) -> Result<(Vec<Value>, u8), Fail
     }
     // Rows of `erofs` have a field `bench` of their own.
     for row in measured.rows.iter_mut().filter_map(Value::as_object_mut) {
-        row.entry("bench").or_insert_with(|| (*name).into());
+        row.entry("bench").or_insert_with(|| name.as_str().into());
     }
     Ok((measured.rows, code))
 }

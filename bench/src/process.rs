@@ -91,6 +91,12 @@ pub fn wait_for<T>(what: &str, limit: Duration, mut ready: impl FnMut() -> Optio
     }
 }
 
+/// A counter of the kernel's since the machine started; 0 where the kernel does not have it.
+pub fn vmstat(name: &str) -> u64 {
+    let text = std::fs::read_to_string("/proc/vmstat").unwrap_or_default();
+    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok()).unwrap_or(0)
+}
+
 /// True for root.
 pub fn is_root() -> bool {
     // SAFETY: geteuid takes nothing and cannot fail.

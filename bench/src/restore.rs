@@ -322,20 +322,3 @@ pub fn guarded() -> Option<ExitCode> {
         None => ExitCode::FAILURE,
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::cell::Cell;
-    use std::rc::Rc;
-
-    #[test]
-    fn an_act_runs_once_when_dropped() {
-        let runs = Rc::new(Cell::new(0));
-        let seen = Rc::clone(&runs);
-        let undo = Undo::later(move || seen.set(seen.get() + 1));
-        assert_eq!(runs.get(), 0);
-        drop(undo);
-        assert_eq!(runs.get(), 1);
-    }
-}

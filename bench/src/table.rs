@@ -12,18 +12,13 @@ pub struct Column {
     /// Its head.
     pub head: String,
     /// The JSON pointer of its field.
-    pub at: String,
+    at: String,
     digits: Option<usize>,
     is_mib: bool,
     unit: String,
 }
 
 impl Column {
-    /// A column of numbers with as many digits as they deserve.
-    pub fn new(head: &str, at: String) -> Column {
-        Column { head: head.to_owned(), at, digits: None, is_mib: false, unit: String::new() }
-    }
-
     fn parse(text: &str) -> Column {
         let (name, format) = text.split_once(':').unwrap_or((text, ""));
         let (head, field) = name.split_once('=').unwrap_or((name, ""));
@@ -84,11 +79,6 @@ pub fn digits(value: f64) -> String {
     }
 }
 
-/// `1 page`, `2 pages`.
-pub fn counted(count: u64, thing: &str) -> String {
-    format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
-}
-
 /// The columns that a line of text names.
 pub fn columns(text: &str) -> Vec<Column> {
     text.split('|').map(Column::parse).collect()
@@ -96,15 +86,10 @@ pub fn columns(text: &str) -> Vec<Column> {
 
 /// Prints rows as a table under a title, to standard output, or to standard error where JSON goes there; nothing without rows.
 pub fn print(title: &str, columns: &str, rows: &[Value]) {
-    print_columns(title, &self::columns(columns), rows);
-}
-
-/// As [`print()`], with columns that are only known at run time.
-pub fn print_columns(title: &str, columns: &[Column], rows: &[Value]) {
     if rows.is_empty() {
         return;
     }
-    let text = format!("\n{title}\n{}", lines(columns, rows));
+    let text = format!("\n{title}\n{}", lines(&self::columns(columns), rows));
     match std::env::args().any(|arg| arg == "--json") {
         true => eprint!("{text}"),
         false => print!("{text}"),
@@ -148,10 +133,5 @@ mod tests {
                         a      3.0  2.00 (1.00-3.50)  -0.5 %           -\n\
                         bcd      -                 -       -  11.0 +-9 %\n";
         assert_eq!(lines(&columns, &rows), expected);
-    }
-
-    #[test]
-    fn one_thing_is_not_plural() {
-        assert_eq!((counted(1, "page"), counted(0, "page")), ("1 page".into(), "0 pages".into()));
     }
 }

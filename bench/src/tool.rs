@@ -1,7 +1,10 @@
-//! The tool's daemon, for parts that measure programs under `pagefold run`.
+//! The tool's daemon, for parts that measure programs under it.
 
 use crate::process::{self, Running, wait_for};
-use serde_json::Value;
+use crate::restore::{self, Undo};
+use pagefold_daemon::cold::ClientSelector;
+use pagefold_daemon::control::{self, Answer, Request};
+use pagefold_daemon::status::Status;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,25 +13,28 @@ use std::time::Duration;
 /// A daemon of the tool, ended with this value.
 pub struct Daemon {
     tool: PathBuf,
-    socket: PathBuf,
-    _process: Running,
+    /// Its control socket.
+    pub socket: PathBuf,
+    process: Running,
+    _folder: Undo,
 }
 
 impl Daemon {
-    /// Starts `pagefold daemon` with these options and a socket in `dir`. It has no keeper, which would outlive it.
-    pub fn start(dir: &Path, options: &[&str]) -> io::Result<Daemon> {
-        let (tool, socket) = (process::tool()?, dir.join("daemon.sock"));
+    /// Starts `pagefold daemon` with these options, and not at idle priority. It has no keeper, which would outlive it.
+    pub fn start(options: &[&str]) -> io::Result<Daemon> {
+        let (tool, (dir, folder)) = (process::tool()?, restore::folder("daemon")?);
+        let socket = dir.join("daemon.sock");
         let mut command = Command::new(&tool);
-        command
-            .args(["daemon", "--no-keeper"])
-            .args(options)
-            .arg("--socket")
-            .arg(&socket)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null());
-        let daemon = Daemon { _process: Running::start(&mut command)?, tool, socket };
+        command.args(["daemon", "--no-keeper", "--priority=normal"]).args(options).arg("--socket").arg(&socket);
+        let process = Running::start(command.stdin(Stdio::null()).stdout(Stdio::null()))?;
+        let daemon = Daemon { tool, socket, process, _folder: folder };
         wait_for("the daemon", Duration::from_secs(20), || daemon.status().ok())?;
         Ok(daemon)
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> i32 {
+        self.process.pid()
     }
 
     /// Words that start a program as a client: the tool, `run`, these options.
@@ -38,9 +44,11 @@ impl Daemon {
     }
 
     /// Its status.
-    pub fn status(&self) -> io::Result<Value> {
-        let text = process::output(Command::new(&self.tool).args(["status", "--json", "--socket"]).arg(&self.socket))?;
-        serde_json::from_str(&text).map_err(io::Error::other)
+    pub fn status(&self) -> io::Result<Status> {
+        match control::ask(&self.socket, &Request::Status {})? {
+            Answer::Status(status) => Ok(*status),
+            other => Err(io::Error::other(format!("the daemon answered {other:?}"))),
+        }
     }
 
     /// Attaches a program that runs already.
@@ -50,8 +58,16 @@ impl Daemon {
         process::output(&mut command).map(drop)
     }
 
-    /// Evicts the memory of all cold clients.
-    pub fn park(&self) -> io::Result<()> {
-        process::output(Command::new(&self.tool).args(["park", "--all", "--socket"]).arg(&self.socket)).map(drop)
+    /// Evicts the memory of all cold clients; returns the pages.
+    pub fn park(&self) -> io::Result<u64> {
+        moved(&self.socket, &Request::Park { clients: ClientSelector::All })
+    }
+}
+
+/// Has a daemon evict or load memory back; returns the pages.
+pub fn moved(socket: &Path, request: &Request) -> io::Result<u64> {
+    match control::ask(socket, request)? {
+        Answer::Moved { pages, .. } => Ok(pages),
+        other => Err(io::Error::other(format!("the daemon answered {other:?}"))),
     }
 }

@@ -96,9 +96,7 @@ impl Guest {
         if let Some(group) = &setup.group {
             crate::group::join(&mut command, group);
         }
-        let errors =
-            if std::env::var_os("PAGEFOLD_BENCH_VERBOSE").is_some() { Stdio::inherit() } else { Stdio::null() };
-        let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors))?;
+        let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()))?;
         let input = process.0.stdin.take().ok_or("no pipe")?;
         let console = Console::read(process.0.stdout.take().ok_or("no pipe")?);
         Ok(Guest { process, input, console, commands: 0 })

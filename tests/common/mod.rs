@@ -4,6 +4,7 @@
 
 pub mod boot;
 pub mod cold;
+mod control_group;
 pub mod group;
 pub mod guest;
 pub mod terminal;

@@ -7,17 +7,16 @@
 mod kinds;
 mod way;
 
+use crate::files::random_file;
 use crate::options::{self, Extent, Only, positive};
 use crate::process::{self, Failure};
 use crate::record;
 use crate::restore;
-use crate::stats::{Random, Spread};
+use crate::stats::Spread;
 use clap::Parser;
-use kinds::{ProgramKind, Programs};
+use kinds::ProgramKind;
 use pagefold_os::{ksm, procfs};
 use serde_json::{Value, json};
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use way::{Measured, Rest, Way};
 
@@ -25,31 +24,17 @@ use way::{Measured, Rest, Way};
 #[derive(Parser, Debug)]
 #[command(
     name = "pagefold bench coverage",
-    after_help = "Examples:\n  pagefold bench coverage --quick\n  pagefold bench coverage --only 'Java, Serial' --only Go --own-orders"
+    after_help = "Examples:\n  pagefold bench coverage --quick\n  pagefold bench coverage --only 'Java, Serial' --only Go"
 )]
 struct Args {
     #[command(flatten)]
     only: Only,
-    /// MiB that each instance holds.
-    #[arg(long, value_name = "N", value_parser = positive)]
-    mib: Option<usize>,
-    /// Each instance holds the blocks in an order of its own.
-    #[arg(long)]
-    own_orders: bool,
     /// Runs of each row; the median and the spread are shown. Without it one, with --full three.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = positive())]
     rounds: Option<usize>,
-    /// Without the peer.
-    #[arg(long)]
-    no_ksm: bool,
     #[command(flatten)]
     extent: Extent,
 }
-
-/// Instances of each kind.
-const INSTANCES: usize = 3;
-/// Data is shuffled by pieces of this size: a multiple of every block.
-const PIECE: usize = 256 << 10;
 
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
@@ -65,20 +50,19 @@ impl Args {
     }
 
     fn mib(&self) -> usize {
-        self.mib.unwrap_or(if self.extent.quick { 32 } else { 64 })
+        if self.extent.quick { 32 } else { 64 }
     }
 
     fn wants(&self, kind: &ProgramKind) -> bool {
-        self.only.wants(kind.name).unwrap_or(kind.is_quick || !self.extent.quick)
+        self.only.wants(&kind.name).unwrap_or(kind.is_quick || !self.extent.quick)
     }
 }
 
 /// The ways that this machine and this user can measure; the others are named.
-fn ways(args: &Args) -> Vec<Way> {
+fn ways() -> Vec<Way> {
     let able = |way: Way| -> Result<(), String> {
         match way {
             Way::Nothing | Way::Run => Ok(()),
-            Way::Ksm if args.no_ksm => Err("--no-ksm".into()),
             _ if !process::is_root() => Err("it needs root".into()),
             Way::Ksm => ksm::unused().map_err(|error| error.to_string()),
             Way::Attach if !cfg!(target_arch = "x86_64") => Err("programs are entered on x86-64 only".into()),
@@ -87,21 +71,6 @@ fn ways(args: &Args) -> Vec<Way> {
     };
     let skipped = |way: &Way| able(*way).inspect_err(|why| eprintln!("SKIPPED: {}: {why}", way.name())).is_ok();
     Way::ALL.into_iter().filter(skipped).collect()
-}
-
-/// Writes the file that each instance holds.
-fn data(dir: &Path, args: &Args) -> Result<Vec<PathBuf>, Failure> {
-    let mut bytes = vec![0; args.mib() << 20];
-    Random(0x9E37_79B9_7F4A_7C15).fill(&mut bytes);
-    let mut files = Vec::new();
-    for number in 0..if args.own_orders { INSTANCES } else { 1 } {
-        let path = dir.join(format!("data.{number}"));
-        let order = Random(number as u64 + 1).order(bytes.len() / PIECE);
-        let pieces: Vec<&[u8]> = order.into_iter().map(|piece| &bytes[piece * PIECE..][..PIECE]).collect();
-        fs::write(&path, pieces.concat())?;
-        files.push(path);
-    }
-    Ok((0..INSTANCES).map(|number| files[number % files.len()].clone()).collect())
 }
 
 /// All rounds of a kind, and the row of the table that they make.
@@ -123,7 +92,7 @@ impl Row<'_> {
         notes.sort_unstable();
         notes.dedup();
         json!({
-            "kind": self.kind.name, "mib_each": args.mib(), "own_orders": args.own_orders,
+            "kind": self.kind.name, "mib_each": args.mib(),
             "before_mib": self.spread(|round| Some(nothing(round)?.pss_mib)),
             "found_mib": self.spread(|round| nothing(round)?.found_mib),
             "ksm_saved_mib": self.spread(by(Way::Ksm)),
@@ -162,14 +131,15 @@ fn saved_mib(round: &[Measured], way: Way) -> Option<f64> {
 fn measure(args: &Args) -> Result<(), Failure> {
     process::tool()?;
     let (dir, _removed) = restore::folder("coverage")?;
-    let programs = Programs::unpack(&dir)?;
-    let files = data(&dir, args)?;
-    let ways = ways(args);
+    kinds::unpack(&dir)?;
+    let data = dir.join("data");
+    random_file(&data, args.mib(), 0x9E37_79B9_7F4A_7C15)?;
+    let ways = ways();
     let rest = Rest::new(args.extent.quick);
     record::emit_versions(json!({ "max_map_count": procfs::mappings_max() }));
     let (mut rows, mut wrong) = (Vec::new(), Vec::new());
-    for kind in kinds::ALL.iter().filter(|kind| args.wants(kind)) {
-        let words = match programs.prepare(kind) {
+    for kind in kinds::all().iter().filter(|kind| args.wants(kind)) {
+        let words = match kind.prepare(&dir) {
             Ok(words) => words,
             Err(why) => {
                 eprintln!("SKIPPED: {}: {why}", kind.name);
@@ -179,7 +149,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
         eprintln!("{}", kind.name);
         let mut row = Row { kind, rounds: Vec::new() };
         for _ in 0..args.rounds() {
-            let measure = |way: &Way| way.measure(&words, &files, &dir, rest);
+            let measure = |way: &Way| way.measure(&words, &data, &dir, rest);
             row.rounds.push(
                 ways.iter()
                     .map(measure)
@@ -229,7 +199,7 @@ mod tests {
                 measured(Way::Run, 100.0, None),
             ]
         };
-        let mut row = Row { kind: &kinds::ALL[0], rounds: vec![round(80.0), round(75.0), round(90.0)] };
+        let mut row = Row { kind: &kinds::all()[0], rounds: vec![round(80.0), round(75.0), round(90.0)] };
         let json = row.json(&args);
         let median = |field: &str| json[field]["median"].as_f64();
         assert_eq!((median("before_mib"), median("found_mib")), (Some(200.0), Some(125.0)));
@@ -238,35 +208,5 @@ mod tests {
         assert_eq!((&json["right"], &json["notes"]), (&json!(true), &json!(["a note"])));
         row.rounds[1][2].is_right = false;
         assert_eq!(row.json(&args)["right"], json!(false), "one wrong byte in any round");
-    }
-
-    #[test]
-    fn each_kind_can_be_measured_alone() {
-        for kind in kinds::ALL {
-            let args = Args::parse_from(["coverage", "--only", kind.name]);
-            let chosen = kinds::ALL.iter().filter(|kind| args.wants(kind)).map(|kind| kind.name);
-            let longer = |name: &&str| name.starts_with(kind.name);
-            assert!(args.wants(kind) && chosen.clone().all(|name| longer(&name)), "{}", kind.name);
-        }
-        let two = Args::parse_from(["coverage", "--quick", "--only", "Java, Serial", "--only", "Tcl"]);
-        let names: Vec<&str> = kinds::ALL.iter().filter(|kind| two.wants(kind)).map(|kind| kind.name).collect();
-        assert_eq!(names, ["Tcl", "Java, Serial"]);
-    }
-
-    #[test]
-    fn instances_hold_the_same_pieces() {
-        let dir = tempfile::tempdir().unwrap();
-        let pieces = |path: &PathBuf| {
-            let bytes = fs::read(path).unwrap();
-            bytes.chunks(PIECE).map(<[u8]>::to_vec).collect::<Vec<_>>()
-        };
-        let equal = data(dir.path(), &Args::parse_from(["coverage", "--mib", "2"])).unwrap();
-        assert_eq!(pieces(&equal[0]), pieces(&equal[2]));
-        let own = data(dir.path(), &Args::parse_from(["coverage", "--mib", "2", "--own-orders"])).unwrap();
-        let (mut first, mut last) = (pieces(&own[0]), pieces(&own[2]));
-        assert_ne!(first, last);
-        first.sort();
-        last.sort();
-        assert_eq!(first, last);
     }
 }

@@ -7,8 +7,8 @@ use crate::restore;
 use crate::tool::Daemon;
 use pagefold_os::{ksm, procfs};
 use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// What merges.
@@ -23,6 +23,9 @@ pub enum Way {
     /// `pagefold run --manage all`.
     Run,
 }
+
+/// Instances of each kind.
+const INSTANCES: usize = 3;
 
 /// What was measured.
 pub struct Measured {
@@ -60,11 +63,11 @@ impl Way {
         }
     }
 
-    fn engine(self, dir: &Path) -> Result<RunningEngine, Failure> {
+    fn engine(self) -> Result<RunningEngine, Failure> {
         Ok(match self {
             Way::Nothing => RunningEngine::Nothing,
             Way::Ksm => RunningEngine::Ksm { _restored: ksm_peer::at_full_speed()? },
-            Way::Attach | Way::Run => RunningEngine::Ours(Daemon::start(dir, &["--priority=normal"])?),
+            Way::Attach | Way::Run => RunningEngine::Ours(Daemon::start(&[])?),
         })
     }
 
@@ -76,28 +79,28 @@ impl Way {
         };
         let words: Vec<&String> = wrapper.iter().chain(words).collect();
         let mut command = Command::new(words[0]);
-        command.args(&words[1..]).current_dir(dir);
+        command.args(&words[1..]).current_dir(dir).stderr(Stdio::null());
         if self == Way::Ksm {
             ksm_peer::merge_all(&mut command);
         }
         command
     }
 
-    /// Starts an instance for each file, merges them until their memory changes no more, and has each compare its data.
-    pub fn measure(self, words: &[String], files: &[PathBuf], dir: &Path, rest: Rest) -> Result<Measured, Failure> {
+    /// Starts the instances, merges them until their memory changes no more, and has each compare its data.
+    pub fn measure(self, words: &[String], data: &Path, dir: &Path, rest: Rest) -> Result<Measured, Failure> {
         let (own, _removed) = restore::folder(&format!("coverage-{}", self.name()))?;
-        let engine = self.engine(&own)?;
-        let start = |(number, file): (usize, &PathBuf)| -> Result<Instance, Failure> {
+        let engine = self.engine()?;
+        let start = |number: usize| -> Result<Instance, Failure> {
             let own = own.join(number.to_string());
             std::fs::create_dir(&own)?;
             let word = |word: &String| match word.as_str() {
-                "FILE" => file.display().to_string(),
+                "FILE" => data.display().to_string(),
                 "DIR" => own.display().to_string(),
                 _ => word.clone(),
             };
-            Instance::start(&mut self.command(&engine, &words.iter().map(word).collect::<Vec<_>>(), dir))
+            Ok(Instance::start(&mut self.command(&engine, &words.iter().map(word).collect::<Vec<_>>(), dir))?)
         };
-        let mut instances = files.iter().enumerate().map(start).collect::<Result<Vec<_>, _>>()?;
+        let mut instances = (0..INSTANCES).map(start).collect::<Result<Vec<_>, _>>()?;
         instances.iter().try_for_each(Instance::ready)?;
         let found = (self == Way::Nothing).then(|| found(&instances)).transpose()?;
         let mut notes = Vec::new();
@@ -108,11 +111,13 @@ impl Way {
         }
         let pss = settle(&instances, if self == Way::Nothing { Rest::ALONE } else { rest });
         if let RunningEngine::Ours(daemon) = &engine {
-            notes.extend(unmanaged(&daemon.status()?));
+            let processes = daemon.status()?.unmanaged_processes;
+            notes
+                .extend(processes.iter().map(|process| format!("{} is not managed: {}", process.name, process.reason)));
         }
         let mut is_right = true;
         for instance in &mut instances {
-            if let Err(why) = instance.compare() {
+            if let Err(why) = instance.ask("") {
                 is_right = false;
                 notes.push(why);
             }
@@ -190,27 +195,4 @@ fn found(instances: &[Instance]) -> Result<u64, Failure> {
     let scan: Value = serde_json::from_str(&text)?;
     let bytes = |field: &str| scan["cost"][field].as_u64().ok_or_else(|| format!("scan says nothing of {field}"));
     Ok(bytes("duplicate_bytes")? + bytes("zero_bytes")?)
-}
-
-/// Programs that are not managed, and why.
-fn unmanaged(status: &Value) -> Vec<String> {
-    let processes = status["unmanaged_processes"].as_array().cloned().unwrap_or_default();
-    let text = |process: &Value, field: &str| process[field].as_str().unwrap_or_default().to_owned();
-    processes
-        .iter()
-        .map(|process| format!("{} is not managed: {}", text(process, "name"), text(process, "reason")))
-        .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn what_is_not_managed_is_told_with_its_reason() {
-        let status = json!({ "unmanaged_processes": [{ "pid": 7, "name": "sh", "reason": "it is stopped" }] });
-        assert_eq!(unmanaged(&status), ["sh is not managed: it is stopped"]);
-        assert_eq!(unmanaged(&json!({})), Vec::<String>::new());
-    }
 }

@@ -36,9 +36,9 @@ pub struct Args {
     /// Images of bench/fetch-images.sh, which hold real packages; without it target/bench-images, if it is there.
     #[arg(long, value_name = "DIR")]
     pub inputs: Option<PathBuf>,
-    /// Serves a mount (used by the driver).
-    #[arg(long, hide = true, value_name = "MOUNT")]
-    pub serve: Option<String>,
+    /// Serves a directory by the plain peer (used by the driver).
+    #[arg(long, hide = true, num_args = 2)]
+    pub serve: Vec<PathBuf>,
 }
 
 /// How large the inputs are.

@@ -24,9 +24,9 @@ pub fn run(args: &[String]) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    let outcome = match &args.serve {
-        Some(mount) => server::serve(mount),
-        None => measure(&args),
+    let outcome = match &args.serve[..] {
+        [directory, at] => server::serve_plain(directory, at),
+        _ => measure(&args),
     };
     options::exit_code("pagecache", outcome)
 }

@@ -30,19 +30,6 @@ fn random_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
     Ok(count as f64 / started.elapsed().as_secs_f64())
 }
 
-fn sequential_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
-    let file = File::open(path)?;
-    let size = file.metadata()?.len();
-    let mut buffer = vec![0; 1 << 20];
-    let (started, mut at, mut count) = (Instant::now(), 0, 0u64);
-    while started.elapsed() < time {
-        file.read_exact_at(&mut buffer, at)?;
-        at = (at + (1 << 20)) % size;
-        count += 1;
-    }
-    Ok(count as f64 / started.elapsed().as_secs_f64())
-}
-
 pub(super) fn reads(scratch: &Scratch, size: &Size) -> Result<(), Failure> {
     let directory = scratch.sub("reads")?;
     let path = directory.join("image");
@@ -59,26 +46,21 @@ pub(super) fn reads(scratch: &Scratch, size: &Size) -> Result<(), Failure> {
     if sums.windows(2).any(|pair| pair[0] != pair[1]) {
         return Err("the mounts give different bytes".into());
     }
-    let mut samples = places.each_ref().map(|_| (Vec::new(), Vec::new()));
+    let mut samples = places.each_ref().map(|_| Vec::new());
     // In turn and in short slices, so that a disturbance hits all of them, and few slices of each.
     let slice = size.round / SLICES as u32 * 2;
     for _ in 0..SLICES {
         for ((_, place), samples) in places.iter().zip(&mut samples) {
-            samples.0.push(random_reads(place, slice)?);
-            samples.1.push(sequential_reads(place, slice)?);
+            samples.push(random_reads(place, slice)?);
         }
     }
-    let rows = places.into_iter().zip(samples).map(|((name, _), (random, sequential))| {
-        let (random, sequential) = (quartiles(random), quartiles(sequential));
-        json!({
-            "part": "reads", "name": name, "random_4k_per_s": random.0, "random_spread_percent": random.1,
-            "sequential_mib_per_s": sequential.0, "sequential_spread_percent": sequential.1,
-        })
+    let rows = places.into_iter().zip(samples).map(|((name, _), samples)| {
+        let (median, spread) = quartiles(samples);
+        json!({ "part": "reads", "name": name, "random_4k_per_s": median, "random_spread_percent": spread })
     });
     record::table(
         &format!("Warm reads of one file, one thread: median of {SLICES} slices, half between the quartiles"),
-        "name|4 KiB random/s=random_4k_per_s:0|+-=random_spread_percent:1 %|\
-         1 MiB sequential, MiB/s=sequential_mib_per_s:0|+-=sequential_spread_percent:1 %",
+        "name|4 KiB random/s=random_4k_per_s:0|+-=random_spread_percent:1 %",
         rows.collect(),
     );
     Ok(())

@@ -7,10 +7,8 @@ use fuser::{
     ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
 };
 use pagefold_disk::mount;
-use pagefold_disk::mount::Options;
-use pagefold_disk::{Config, Status, control};
+use pagefold_disk::{Status, control};
 use pagefold_os::procfs;
-use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::fs::File;
@@ -22,7 +20,7 @@ use std::time::{Duration, UNIX_EPOCH};
 const THREADS: usize = 8;
 
 /// What a server mounts, and how.
-#[derive(Clone, Default, Serialize, Deserialize)]
+#[derive(Clone, Default)]
 pub(super) struct Mount {
     /// `cache`, or `plain` for the pass-through.
     pub(super) kind: String,
@@ -57,16 +55,24 @@ impl Server {
     pub(super) fn start(scratch: &Scratch, mount: Mount) -> Result<Self, Failure> {
         let at = scratch.sub(&format!("mnt-{}", mount.kind))?;
         let runtime = scratch.sub("run")?;
-        let own = process::own("pagecache")?;
-        let mut command = match mount.under.split_first() {
-            None => own,
-            Some((program, args)) => {
-                let mut command = Command::new(program);
-                command.args(args).arg(own.get_program()).args(own.get_args());
+        let mut command = match &*mount.kind {
+            "plain" => {
+                let mut command = process::own("pagecache")?;
+                command.arg("--serve");
+                command
+            }
+            _ => {
+                let words = [&mount.under[..], &[process::tool()?.display().to_string()]].concat();
+                let mut command = Command::new(&words[0]);
+                command.args(&words[1..]).args(["disk", "mount", "--shutdown-grace=1s"]);
+                command.arg(format!("--cache-size={}M", mount.cache_mib)).arg(format!("--workers={THREADS}"));
+                for (option, path) in [("--fingerprints", &mount.fingerprints), ("--nbd", &mount.nbd)] {
+                    command.args(path.iter().flat_map(|path| [option.as_ref(), path.as_os_str()]));
+                }
                 command
             }
         };
-        command.arg("--serve").arg(serde_json::to_string(&(&mount, &at))?);
+        command.arg(&mount.directory).arg(&at);
         if let Some(group) = &mount.group {
             crate::group::join(&mut command, group);
         }
@@ -108,31 +114,6 @@ impl Drop for Server {
         let _ = self.child.wait();
         let _ = mount::unmount(&self.at, true);
     }
-}
-
-/// The server's process.
-pub(super) fn serve(mount: &str) -> Result<(), Failure> {
-    let (mount, mountpoint): (Mount, PathBuf) = serde_json::from_str(mount)?;
-    if mount.kind == "plain" {
-        return serve_plain(&mount.directory, &mountpoint);
-    }
-    let options = Options {
-        directory: mount.directory,
-        mountpoint,
-        config: Config {
-            cache_bytes: mount.cache_mib << 20,
-            // Under `pagefold run`, as the tool's own mount does.
-            merge: std::env::var_os("PAGEFOLD_SOCKET").is_some(),
-            ..Config::default()
-        },
-        threads: THREADS,
-        fingerprints: mount.fingerprints,
-        read_only: false,
-        allow_other: false,
-        nbd: mount.nbd,
-        grace: Duration::from_secs(1),
-    };
-    Ok(mount::serve(&options, |_| ())?)
 }
 
 /// The plain peer: passes every read on to the file below, with the same threads and flags.
@@ -220,7 +201,8 @@ impl Filesystem for Plain {
     }
 }
 
-fn serve_plain(directory: &Path, at: &Path) -> Result<(), Failure> {
+/// The plain server's process.
+pub(super) fn serve_plain(directory: &Path, at: &Path) -> Result<(), Failure> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(directory)? {
         let entry = entry?;

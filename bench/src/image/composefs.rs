@@ -6,48 +6,36 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// composefs' own tools: from the system, or from `bench/fetch-composefs.sh`, run by their own loader.
+/// composefs' own tools: the system's, or those of `bench/fetch-composefs.sh`.
 pub(super) struct Composefs {
-    tree: Option<PathBuf>,
+    fetched: Option<PathBuf>,
 }
 
 impl Composefs {
     pub(super) fn find(inputs: &Path) -> Option<Self> {
         if Command::new("mkcomposefs").arg("--help").output().is_ok() {
-            return Some(Self { tree: None });
+            return Some(Self { fetched: None });
         }
-        let tree = inputs.join("composefs");
-        tree.join("usr/bin/mkcomposefs").exists().then_some(Self { tree: Some(tree) })
+        let fetched = inputs.join("composefs");
+        fetched.join("run/mkcomposefs").exists().then_some(Self { fetched: Some(fetched) })
     }
 
     fn command(&self, program: &str) -> Command {
-        let Some(tree) = &self.tree else { return Command::new(program) };
-        let libraries = ["usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"].map(|dir| tree.join(dir));
-        let libraries = libraries.iter().find(|dir| dir.is_dir()).expect("a Debian tree");
-        let loader = ["ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"].map(|name| libraries.join(name));
-        let mut command = Command::new(loader.iter().find(|path| path.exists()).expect("a Debian tree"));
-        let binary = ["usr/bin", "usr/sbin"].map(|dir| tree.join(dir).join(program));
-        let binary = binary.iter().find(|path| path.exists()).expect("both tools are of one package");
-        command.arg("--library-path").arg(libraries).arg(binary);
-        command
+        Command::new(self.fetched.as_ref().map_or_else(|| program.into(), |fetched| fetched.join("run").join(program)))
     }
 
     pub(super) fn build(&self, objects: &Path, dir: &Path, image: &Path) -> Result<(), Failure> {
-        let mut store = std::ffi::OsString::from("--digest-store=");
-        store.push(objects);
-        output(self.command("mkcomposefs").arg(store).arg(dir).arg(image))?;
-        Ok(())
+        let store = format!("--digest-store={}", objects.display());
+        Ok(output(self.command("mkcomposefs").arg(store).arg(dir).arg(image)).map(drop)?)
     }
 
     pub(super) fn mount(&self, objects: &Path, image: &Path, at: &Path) -> Result<(), Failure> {
-        let mut base = std::ffi::OsString::from("basedir=");
-        base.push(objects);
-        output(self.command("mount.composefs").arg("-o").arg(base).arg(image).arg(at))?;
-        Ok(())
+        let base = format!("basedir={}", objects.display());
+        Ok(output(self.command("mount.composefs").args(["-o", &base]).arg(image).arg(at)).map(drop)?)
     }
 
     pub(super) fn version(&self) -> String {
-        let fetched = self.tree.as_ref().and_then(|tree| fs::read_to_string(tree.join("version")).ok());
+        let fetched = self.fetched.as_ref().and_then(|dir| fs::read_to_string(dir.join("version")).ok());
         let version = fetched.or_else(|| record::first_line(&["dpkg-query", "-W", "-f=${Version}", "composefs"]));
         format!("composefs {}", version.as_deref().unwrap_or("of unknown version").trim())
     }

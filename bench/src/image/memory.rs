@@ -14,43 +14,6 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What the programs do, in a shell in the tree.
-const WORKLOADS: [(&str, &str); 6] = [
-    (
-        "redis",
-        "redis-server --port 0 --unixsocket /tmp/r.sock --save '' >/dev/null & \
-        for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; redis-cli -s /tmp/r.sock ping >/dev/null 2>&1 && break; done; \
-        redis-cli -s /tmp/r.sock set a b; redis-cli -s /tmp/r.sock get a; redis-cli -s /tmp/r.sock shutdown nosave; wait",
-    ),
-    ("nginx", "mkdir -p /var/log/nginx /var/lib/nginx /run; nginx -t && nginx -v"),
-    (
-        "mariadb",
-        "mkdir -p /tmp/data && echo 'select 1;' | mariadbd --no-defaults --user=root --bootstrap --datadir=/tmp/data \
-        --innodb-fast-shutdown=2",
-    ),
-    (
-        "postgres",
-        "mkdir -p /tmp/pg && chown 65534:65534 /tmp/pg && cd /tmp/pg && \
-        run='setpriv --reuid=65534 --regid=65534 --clear-groups' && \
-        $run /opt/postgres/bin/initdb -D /tmp/pg/data --locale=C -N >/dev/null && \
-        echo 'select 6*7 as answer, version()' | $run /opt/postgres/bin/postgres --single -D /tmp/pg/data postgres | grep 42",
-    ),
-    (
-        "tensorflow",
-        "export LD_LIBRARY_PATH=/opt/python/lib PYTHONHOME=/opt/python PYTHONPATH=/opt/site PYTHONDONTWRITEBYTECODE=1; \
-        export TF_CPP_MIN_LOG_LEVEL=3; \
-        /opt/python/bin/python3.10 -c 'import tensorflow as tf; print(int(tf.constant(40)+2))' 2>/dev/null | grep 42",
-    ),
-    (
-        "tomcat",
-        "export JAVA_HOME=/usr/lib/jvm/java CATALINA_HOME=/opt/tomcat; cd /opt/tomcat && \
-        sed -i 's/port=\"8080\"/port=\"18080\"/; s/port=\"8005\"/port=\"-1\"/' conf/server.xml && \
-        (bin/catalina.sh run >/tmp/tomcat.log 2>&1 & echo $! >/tmp/tomcat.pid); \
-        for i in $(seq 100); do grep -q 'Server startup' /tmp/tomcat.log && break; sleep 0.3; done; \
-        kill $(cat /tmp/tomcat.pid); grep 'Server startup' /tmp/tomcat.log",
-    ),
-];
-
 /// One pair of versions: what reading everything holds in memory, by each way of keeping the trees.
 pub(super) struct Pair<'a> {
     pub(super) name: &'a str,
@@ -204,11 +167,11 @@ pub(super) fn memory_of_pair(
 pub(super) fn run_time(
     scratch: &Scratch,
     pair: &Pair,
+    work: &str,
     store: &Store,
     records: &[ImageRecord; 2],
     out: &mut Vec<Value>,
 ) -> Result<(), Failure> {
-    let Some((_, workload)) = WORKLOADS.iter().find(|(name, _)| *name == pair.name) else { return Ok(()) };
     let upper = scratch.sub(&format!("run-{}", pair.name))?;
     sh(&format!("mount -t tmpfs tmpfs {}", upper.display()))?;
     let run = |root: &Path| -> Result<(), Failure> {
@@ -217,7 +180,7 @@ pub(super) fn run_time(
             root.display()
         ))?;
         let outcome =
-            Command::new("timeout").args(["400", "chroot"]).arg(root).args(["/bin/sh", "-c", workload]).output()?;
+            Command::new("timeout").args(["400", "chroot"]).arg(root).args(["/bin/sh", "-c", work]).output()?;
         sh(&format!("umount -l {0}/tmp {0}/dev {0}/proc", root.display()))?;
         if outcome.status.success() {
             return Ok(());

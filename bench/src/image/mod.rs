@@ -7,9 +7,7 @@
 //! mount.composefs where they are installed or `bench/fetch-images.sh` has put them.
 
 mod composefs;
-mod many;
 mod memory;
-mod table;
 mod times;
 mod trees;
 
@@ -20,7 +18,6 @@ use crate::stats::Random;
 use crate::{options, record};
 use clap::Parser;
 use composefs::Composefs;
-use many::{look, many_images};
 use memory::{Pair, memory_of_pair, run_time};
 use pagefold_image::mount::{self, Options};
 use pagefold_image::store::Store;
@@ -39,7 +36,7 @@ use trees::{build_tree, files};
 )]
 struct Args {
     /// Two versions of a tree, made of this machine's own directories (the default).
-    #[arg(long, conflicts_with_all = ["full", "many"])]
+    #[arg(long, conflicts_with = "full")]
     quick: bool,
     /// The pairs that bench/fetch-images.sh fetches, each over one Debian base, and their programs run from the mounts.
     #[arg(long)]
@@ -50,9 +47,6 @@ struct Args {
     /// With --full: times only.
     #[arg(long)]
     timed: bool,
-    /// A store of 10,000 images over 100 bases: list, stat, gc.
-    #[arg(long, conflicts_with = "full")]
-    many: bool,
     /// Where bench/fetch-images.sh puts its images.
     #[arg(long, value_name = "DIR")]
     inputs: Option<PathBuf>,
@@ -62,45 +56,64 @@ struct Args {
     /// JSON instead of tables.
     #[arg(long)]
     json: bool,
-    /// One look at a store (used by the driver).
-    #[arg(long, hide = true, num_args = 2, value_names = ["WHAT", "STORE"])]
-    look: Vec<String>,
 }
 
-/// The pairs of the source, each with a program of it that is started cold.
-const PAIRS: [(&str, &[&str]); 6] = [
-    // Builds are measured with this one, before anything is removed: see there.
-    ("postgres", &["/opt/postgres/bin/postgres", "--version"]),
-    ("redis", &["/usr/bin/redis-server", "--version"]),
+/// A pair of `bench/images.toml`, which says what the fields mean.
+#[derive(serde::Deserialize)]
+struct Source {
+    name: String,
+    start: Vec<String>,
+    work: String,
+}
+
+fn sources() -> Vec<Source> {
+    #[derive(serde::Deserialize)]
+    struct File {
+        pair: Vec<Source>,
+    }
+    toml::from_str::<File>(include_str!("../../images.toml")).expect("a test reads it").pair
+}
+
+/// Kind of a row, title of its table, columns.
+const TABLES: [(&str, &str, &str); 5] = [
     (
-        "tensorflow",
-        &[
-            "/usr/bin/env",
-            "LD_LIBRARY_PATH=/opt/python/lib",
-            "/opt/python/bin/python3.10",
-            "-c",
-            "import json, email, http.client, decimal",
-        ],
+        "read-all",
+        "Every file of both versions read: memory by each way of keeping the trees",
+        "pair|peer|MiB=resident_bytes:M1|metadata MiB=metadata_bytes:M1|saved=saved_percent:1 %|of ideal=of_ideal_percent:1 %",
     ),
-    ("mariadb", &["/usr/sbin/mariadbd", "--version"]),
-    ("nginx", &["/usr/sbin/nginx", "-v"]),
-    ("tomcat", &["/usr/lib/jvm/java/bin/java", "-version"]),
+    (
+        "run time",
+        "Programs of both versions run: pages of the trees in memory",
+        "pair|plain MiB=plain_bytes:M1|pagefold MiB=pagefold_bytes:M1|saved=saved_percent:1 %|error",
+    ),
+    (
+        "warm",
+        "Warm reads and maps, of processor time",
+        "what|files|MiB=bytes:M1|ext4 GB/s=ext4_gb_per_s:2|pagefold GB/s=pagefold_gb_per_s:2|ratio:3 x|least=ratio_min:3|\
+         most=ratio_max:3|of the fastest=ratio_of_fastest:3",
+    ),
+    (
+        "cold start",
+        "Programs started with cold caches, against a plain directory",
+        "peer|command|ms:1|least=ms_min:1|most=ms_max:1|ratio:3 x|of the fastest=ratio_of_fastest:3|CPU=cpu_ratio:3",
+    ),
+    (
+        "build",
+        "Trees built into images",
+        "peer|MiB=bytes:M1|s=seconds:3|least=seconds_min:3|most=seconds_max:3|a first build takes=first_build_over_this:2 x",
+    ),
 ];
 
 fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>) -> Result<(), Failure> {
     let plain = [scratch.sub("plain-1")?, scratch.sub("plain-2")?];
-    let sources = ["/usr/lib/python3", "/usr/lib/python3.11", "/usr/share/perl"];
     for dir in &plain {
-        for source in sources.iter().filter(|source| Path::new(source).is_dir()) {
-            sh(&format!(
-                "mkdir -p {0}/usr/lib {0}/usr/share && cp -a {source} {0}$(dirname {source})/",
-                dir.display()
-            ))?;
-        }
+        let dir = dir.display();
+        sh(&format!(
+            "cd /; cp -a --parents $(ls -d usr/lib/python3 usr/lib/python3.11 usr/share/perl 2>/dev/null) {dir}"
+        ))?;
         // A program and what it is linked with, so that it starts in the tree.
         sh(&format!(
-            "for p in /usr/bin/python3.11 /bin/sh; do for f in $p $(ldd $p | grep -o '/[^ ]*'); do mkdir -p {0}$(dirname $f); cp -L $f {0}$f; done; done",
-            dir.display()
+            "for p in /usr/bin/python3.11 /bin/sh; do cp -L --parents $p $(ldd $p | grep -o '/[^ ]*') {dir}; done"
         ))?;
     }
     let mut noise = vec![0; 48 << 20];
@@ -130,9 +143,7 @@ fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>)
         9,
         out,
     )?;
-    build_speed(scratch, &pair.plain[0], composefs, 3, out)?;
-    many_images(scratch, 50, 10, out)?;
-    many_images(scratch, 500, 10, out)
+    build_speed(scratch, &pair.plain[0], composefs, 3, out)
 }
 
 /// Makes the inputs of the full bench: some ten minutes, by the package managers of this system.
@@ -155,8 +166,8 @@ fn full(
     out: &mut Vec<Value>,
 ) -> Result<(), Failure> {
     let base = cache.join("base");
-    let mut measured = 0;
-    for (name, start) in PAIRS {
+    let (sources, mut measured) = (sources(), 0);
+    for Source { name, start, work } in &sources {
         let layers = [base.clone(), cache.join(format!("layers/{name}-1")), cache.join(format!("layers/{name}-2"))];
         if args.pair.as_ref().is_some_and(|only| only != name) || !layers[1].is_dir() || !layers[2].is_dir() {
             eprintln!("bench erofs: {name}: left out");
@@ -177,7 +188,7 @@ fn full(
         }
         sh(&format!("sync -f {}", scratch.dir.display()))?;
         let pair = Pair { name, plain: [plain.remove(0), plain.remove(0)], layers: Some(layers) };
-        if name == PAIRS[0].0 {
+        if *name == sources[0].name {
             build_speed(scratch, &pair.plain[0], composefs, 5, out)?;
         }
         let (store, mounts, record) = if args.timed {
@@ -188,14 +199,15 @@ fn full(
             (store, vec![at], record)
         } else {
             let (store, mounts, records) = memory_of_pair(scratch, &pair, composefs, out)?;
-            if let Err(error) = run_time(scratch, &pair, &store, &records, out) {
+            if let Err(error) = run_time(scratch, &pair, work, &store, &records, out) {
                 out.push(json!({ "bench": "run time", "pair": name, "error": error.to_string() }));
             }
             let [record, _] = records;
             (store, mounts.to_vec(), record)
         };
         let started = Started { plain: &pair.plain[0], mounted: &mounts[0], store: &store, record: &record };
-        cold_start(scratch, &started, composefs, start, 21, out)?;
+        let start: Vec<&str> = start.iter().map(String::as_str).collect();
+        cold_start(scratch, &started, composefs, &start, 21, out)?;
         if name == "tensorflow" {
             throughput(&pair.plain[0], &mounts[0], 15, out)?;
         }
@@ -219,10 +231,6 @@ pub fn run(args: &[String]) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    if let [what, root] = &args.look[..] {
-        let looked = look(what, Path::new(root)).map(|(count, peak_kib)| println!("{count} {peak_kib}"));
-        return options::exit_code("erofs", looked);
-    }
     options::exit_code("erofs", measure(&args))
 }
 
@@ -243,18 +251,22 @@ fn measure(args: &Args) -> Result<(), Failure> {
         eprintln!("SKIPPED: composefs' tools are not here (bench/fetch-composefs.sh gets them)");
     }
     let (mut rows, tools) = (Vec::new(), composefs.as_ref());
-    let result = if args.full {
-        full(&scratch, &inputs, args, tools, &mut rows)
-    } else if args.many {
-        many_images(&scratch, 1_000, 100, &mut rows).and_then(|()| many_images(&scratch, 10_000, 100, &mut rows))
-    } else {
-        quick(&scratch, tools, &mut rows)
-    };
+    let result =
+        if args.full { full(&scratch, &inputs, args, tools, &mut rows) } else { quick(&scratch, tools, &mut rows) };
     record::emit_versions(json!({
         "composefs": tools.map(Composefs::version),
         "inputs": fs::read_to_string(inputs.join("versions")).unwrap_or_default().lines().collect::<Vec<_>>(),
     }));
-    table::print(&rows);
-    record::emit(rows);
+    for (kind, title, columns) in TABLES {
+        record::table(title, columns, rows.iter().filter(|row| row["bench"] == kind).cloned().collect());
+    }
     result
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_first_pair_is_the_one_that_builds_are_measured_with() {
+        assert_eq!(super::sources()[0].name, "postgres");
+    }
 }

@@ -9,14 +9,13 @@ pub mod registry;
 pub mod run;
 
 use crate::options::{self, Common};
-use crate::process::{self, Failure, Running, wait_for};
+use crate::process::Failure;
 use crate::record;
 use clap::Parser;
-use run::{Figures, Plan};
+use run::{Figures, Plan, in_child};
 use serde_json::json;
 use std::collections::BTreeMap;
-use std::process::{ExitCode, Stdio};
-use std::time::Duration;
+use std::process::ExitCode;
 
 /// Indexes and their peers: lookups, inserts, churn, memory.
 #[derive(Parser, Debug)]
@@ -40,14 +39,11 @@ pub fn run(args: &[String]) -> ExitCode {
     };
     if let Some(plan) = &args.common.child {
         let plan: Plan = serde_json::from_str(plan).expect("the driver's own plan");
-        println!("{}", serde_json::to_string(&run::measure(&plan)).expect("plain figures"));
+        println!("{}", json!(run::measure(&plan)));
         return ExitCode::SUCCESS;
     }
     options::exit_code("index", drive(&args))
 }
-
-/// The longest time for one measurement.
-const MEASURE_MAX: Duration = Duration::from_secs(600);
 
 /// A structure with a number of threads, and each figure of each round.
 struct Row {
@@ -59,9 +55,8 @@ struct Row {
 fn drive(args: &Args) -> Result<(), Failure> {
     let (keys, rounds) = (args.common.keys(), args.common.rounds());
     let known: Vec<&'static str> = registry::all().iter().map(|maker| maker.0).collect();
-    if let Some(name) = args.only.iter().find(|name| !known.contains(&name.as_str())) {
-        let known = known.join(", ");
-        return Err(format!("no structure named {name} in this build: {known} (feature peers adds more)").into());
+    for name in args.only.iter().filter(|name| !known.contains(&name.as_str())) {
+        eprintln!("SKIPPED: {name} is not in this build: {} (feature peers adds more)", known.join(", "));
     }
     let chosen = || known.iter().filter(|name| args.only.is_empty() || args.only.iter().any(|only| only == *name));
     let threads = args.common.threads.iter();
@@ -71,7 +66,8 @@ fn drive(args: &Args) -> Result<(), Failure> {
     for seed in 0..rounds as u64 {
         for row in &mut rows {
             let plan = Plan { structure: row.structure.to_owned(), keys, threads: row.threads, operations, seed };
-            match in_child(&plan) {
+            let what = format!("{} with {keys} keys and {} threads", row.structure, row.threads);
+            match in_child::<Figures>("index", &what, &plan) {
                 Ok(figures) => {
                     figures.into_iter().for_each(|(name, value)| row.figures.entry(name).or_default().push(value))
                 }
@@ -98,20 +94,4 @@ fn drive(args: &Args) -> Result<(), Failure> {
         rows.collect(),
     );
     Ok(())
-}
-
-/// Measures in a process of its own and gives its figures.
-fn in_child(plan: &Plan) -> Result<Figures, Failure> {
-    let what = format!("{} with {} keys and {} threads", plan.structure, plan.keys, plan.threads);
-    let mut command = process::own("index")?;
-    command.args(["--child", &serde_json::to_string(plan)?]);
-    // glibc 2.35 and later: malloc asks for huge pages, as our structures do.
-    command.env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
-    let mut child = Running::start(command.stdin(Stdio::null()).stdout(Stdio::piped()))?;
-    // Its output fits into the pipe, so it can be read after the end.
-    let status = wait_for(&what, MEASURE_MAX, || child.0.try_wait().transpose())??;
-    if !status.success() {
-        return Err(format!("measuring {what} failed: {status}").into());
-    }
-    Ok(serde_json::from_reader(child.0.stdout.take().ok_or("no pipe")?)?)
 }

@@ -1,14 +1,18 @@
 //! One structure measured in this process.
 
 use super::registry;
+use crate::process::{self, Failure, Running, wait_for};
 use bench_peers::{BATCH, Map};
 use pagefold_os::procfs;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::process::Stdio;
 use std::sync::Barrier;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What to measure.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Plan {
     pub structure: String,
     pub keys: usize,
@@ -16,6 +20,24 @@ pub struct Plan {
     /// Operations per phase, over all threads.
     pub operations: usize,
     pub seed: u64,
+}
+
+/// The longest time for one measurement.
+const MEASURE_MAX: Duration = Duration::from_secs(600);
+
+/// Has `bench` measure this plan in a process of its own, so that no structure inherits another's heap; returns its figures.
+pub fn in_child<T: DeserializeOwned>(bench: &str, what: &str, plan: &impl Serialize) -> Result<T, Failure> {
+    let mut command = process::own(bench)?;
+    command.args(["--child", &serde_json::to_string(plan)?]);
+    // glibc 2.35 and later: malloc asks for huge pages, as our structures do.
+    command.env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
+    let mut child = Running::start(command.stdin(Stdio::null()).stdout(Stdio::piped()))?;
+    // Its output fits into the pipe, so it can be read after the end.
+    let status = wait_for(what, MEASURE_MAX, || child.0.try_wait().transpose())??;
+    if !status.success() {
+        return Err(format!("measuring {what} failed: {status}").into());
+    }
+    Ok(serde_json::from_reader(child.0.stdout.take().ok_or("no pipe")?)?)
 }
 
 /// Figures by name: million operations per second, or bytes per key.

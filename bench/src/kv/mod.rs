@@ -6,11 +6,14 @@
 mod shared;
 mod source;
 
+use crate::index::run::in_child;
 use crate::options::{self, Common};
-use crate::{process, record};
+use crate::process::Failure;
+use crate::record;
 use clap::Parser;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::path::Path;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// forrest and its peers: the source's test, shared stores.
@@ -23,7 +26,7 @@ struct Args {
     #[command(flatten)]
     common: Common,
     /// Which tables.
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "source,shared")]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "source,shared", value_parser = ["source", "shared"])]
     tables: Vec<String>,
 }
 
@@ -34,21 +37,22 @@ pub fn run(args: &[String]) -> ExitCode {
         Err(code) => return code,
     };
     if let Some(plan) = &args.common.child {
-        child(plan);
+        child(&serde_json::from_str(plan).expect("the driver's own plan"));
         return ExitCode::SUCCESS;
     }
-    let known = ["source", "shared"];
-    if let Some(unknown) = args.tables.iter().find(|table| !known.contains(&table.as_str())) {
-        eprintln!("pagefold bench kv: no table named {unknown}; there are {}", known.join(", "));
-        return ExitCode::from(2);
-    }
-    for table in known.into_iter().filter(|name| args.tables.iter().any(|table| table == name)) {
-        if let Err(message) = rows(&args, table) {
-            eprintln!("pagefold bench kv: {table}: {message}");
-            return ExitCode::FAILURE;
-        }
-    }
-    ExitCode::SUCCESS
+    options::exit_code("kv", args.tables.iter().try_for_each(|table| rows(&args, table)))
+}
+
+/// What a child measures, or reads for another child.
+#[derive(Serialize, Deserialize)]
+struct Plan {
+    table: String,
+    name: String,
+    keys: usize,
+    /// Threads, or the reader's number.
+    threads: usize,
+    /// The store that a reader reads.
+    path: Option<PathBuf>,
 }
 
 /// The rows of a table: a name for each, and what it is.
@@ -68,7 +72,7 @@ const SHARED: &[Row] = &[
 ];
 
 /// Measures the rows of a table, interleaved, and prints them.
-fn rows(args: &Args, table: &str) -> Result<(), String> {
+fn rows(args: &Args, table: &str) -> Result<(), Failure> {
     let keys = args.common.keys();
     let (names, about) = match table {
         "source" => (SOURCE, "inserts and reads of the source's test: key%lu hashed with seed 9, decimal values"),
@@ -80,15 +84,11 @@ fn rows(args: &Args, table: &str) -> Result<(), String> {
     }
     for round in 0..args.common.rounds() {
         for ((name, about), threads, rates) in &mut lines {
-            // A process of its own, so that no structure inherits another's heap.
-            let plan = format!("{table} {name} {keys} {threads}");
-            let mut command = process::own("kv").map_err(|error| error.to_string())?;
-            command.args(["--child", &plan]).env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
-            let text = process::output(&mut command).map_err(|error| format!("measuring {name}: {error}"))?;
-            if let Ok(rate) = text.trim().parse() {
-                rates.push(rate);
-            } else if round == 0 {
-                eprintln!("SKIPPED: {name} ({about}) is not available here");
+            let plan = Plan { table: table.into(), name: name.to_string(), keys, threads: *threads, path: None };
+            match in_child("kv", name, &plan)? {
+                Some(rate) => rates.push(rate),
+                None if round == 0 => eprintln!("SKIPPED: {name} ({about}) is not available here"),
+                None => {}
             }
         }
     }
@@ -103,21 +103,14 @@ fn rows(args: &Args, table: &str) -> Result<(), String> {
     Ok(())
 }
 
-fn child(plan: &str) {
-    let fields: Vec<&str> = plan.split(' ').collect();
-    let (Some(keys), Some(threads)) =
-        (fields.get(2).and_then(|field| field.parse().ok()), fields.get(3).and_then(|field| field.parse().ok()))
-    else {
-        eprintln!("a plan is TABLE NAME KEYS THREADS");
-        std::process::exit(2);
-    };
-    if fields[0] == "reader" {
-        shared::reader(fields[1], keys, threads, Path::new(fields[4]));
-        return;
+fn child(plan: &Plan) {
+    let Plan { table, name, keys, threads, path } = plan;
+    if let Some(path) = path {
+        return shared::reader(name, *keys, *threads, path);
     }
-    let rate = match fields[0] {
-        "source" => source::rate(fields[1], keys, threads),
-        _ => shared::rate(fields[1], keys, threads),
+    let rate = match &**table {
+        "source" => source::rate(name, *keys, *threads),
+        _ => shared::rate(name, *keys, *threads),
     };
-    println!("{}", rate.map_or("-".into(), |rate| rate.to_string()));
+    println!("{}", json!(rate));
 }

@@ -1,13 +1,14 @@
 //! A store that processes share, beside threads of one process and LMDB.
 
+use super::Plan;
 use crate::index::forrest::number;
 use crate::index::run::timed;
-use crate::process::{self, Running};
+use crate::instance::Instance;
+use crate::process;
 use crate::restore::Undo;
 use forrest::{Options, Store};
-use std::io::{Read, Write};
+use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::time::Instant;
 
 /// The rate of one row, in million gets per second; `None` where something is missing here.
@@ -62,47 +63,35 @@ fn processes(keys: usize, readers: usize, kind: &str) -> Option<f64> {
         fill(&store, keys);
         Some(store)
     };
-    let mut children: Vec<Running> = (0..readers)
-        .filter_map(|reader| {
-            let plan = format!("reader {kind} {keys} {reader} {}", path.display());
-            let mut command = process::own("kv").ok()?;
-            Running::start(command.args(["--child", &plan]).stdin(Stdio::piped()).stdout(Stdio::piped())).ok()
-        })
-        .collect();
+    let start = |reader| {
+        let (table, name, path) = ("shared".into(), kind.into(), Some(path.clone()));
+        let plan = json!(Plan { table, name, keys, threads: reader, path }).to_string();
+        Instance::start(process::own("kv").ok()?.args(["--child", &plan])).ok()
+    };
+    let mut children = (0..readers).map(start).collect::<Option<Vec<Instance>>>()?;
     // Each reports that it is ready, all start at the same time, each reports its end.
-    let mut byte = [0];
-    for child in &mut children {
-        child.0.stdout.as_mut()?.read_exact(&mut byte).ok()?;
-    }
+    children.iter().try_for_each(Instance::ready).ok()?;
     let start = Instant::now();
-    for child in &mut children {
-        child.0.stdin.as_mut()?.write_all(b"g").ok()?;
-    }
-    for child in &mut children {
-        child.0.stdout.as_mut()?.read_exact(&mut byte).ok()?;
-    }
-    let seconds = start.elapsed().as_secs_f64();
-    let good = children.iter_mut().all(|child| child.0.wait().is_ok_and(|status| status.success()));
-    (good && children.len() == readers).then(|| (keys * readers) as f64 / seconds / 1e6)
+    children.iter_mut().try_for_each(|child| child.send("go")).ok()?;
+    children.iter().try_for_each(|child| child.expect("read")).ok()?;
+    Some((keys * readers) as f64 / start.elapsed().as_secs_f64() / 1e6)
 }
 
 /// One reading process.
 pub(super) fn reader(kind: &str, keys: usize, reader: usize, path: &Path) {
-    let say = || {
-        std::io::stdout().write_all(b"r").and_then(|()| std::io::stdout().flush()).expect("the driver listens");
+    // Reads once before, so that the pages are mapped as the threads of the filling process have them mapped.
+    let timed = |read: &dyn Fn(usize)| {
+        read(reader + 1);
+        println!("ready");
+        std::io::stdin().read_line(&mut String::new()).expect("the driver speaks");
+        read(reader);
+        println!("read");
     };
-    let wait = || std::io::stdin().read_exact(&mut [0]).expect("the driver speaks");
     if kind == "lmdb" {
-        read_lmdb(path, keys, reader, say, wait);
-        return;
+        return read_lmdb(path, keys, timed);
     }
     let store = Options::new().open_existing_path(path).expect("the driver made it");
-    // Maps the pages first, as the threads of the filling process have them mapped.
-    read_all(&store, keys, reader + 1);
-    say();
-    wait();
-    read_all(&store, keys, reader);
-    say();
+    timed(&|reader| read_all(&store, keys, reader));
 }
 
 #[cfg(feature = "peers")]
@@ -111,16 +100,9 @@ fn fill_lmdb(path: &Path, keys: usize) -> Option<()> {
 }
 
 #[cfg(feature = "peers")]
-fn read_lmdb(path: &Path, keys: usize, reader: usize, say: impl Fn(), wait: impl Fn()) {
+fn read_lmdb(path: &Path, keys: usize, timed: impl Fn(&dyn Fn(usize))) {
     let lmdb = bench_peers::lmdb::Lmdb::open(path).expect("the driver made it");
-    lmdb.read(|get| {
-        let all = |reader| lookup_order(keys, reader).for_each(|key| assert_eq!(get(key), Some(key)));
-        all(reader + 1);
-        say();
-        wait();
-        all(reader);
-        say();
-    });
+    lmdb.read(|get| timed(&|reader| lookup_order(keys, reader).for_each(|key| assert_eq!(get(key), Some(key)))));
 }
 
 #[cfg(not(feature = "peers"))]
@@ -129,4 +111,4 @@ fn fill_lmdb(_path: &Path, _keys: usize) -> Option<()> {
 }
 
 #[cfg(not(feature = "peers"))]
-fn read_lmdb(_path: &Path, _keys: usize, _reader: usize, _say: impl Fn(), _wait: impl Fn()) {}
+fn read_lmdb(_path: &Path, _keys: usize, _timed: impl Fn(&dyn Fn(usize))) {}

@@ -38,19 +38,16 @@ pub struct Args {
     #[arg(long, value_enum)]
     pub layout: Option<PageLayout>,
     /// Runs of each row (guests: at most 3); the median and the spread are shown.
-    #[arg(long, value_name = "N", value_parser = positive)]
+    #[arg(long, value_name = "N", value_parser = positive())]
     rounds: Option<usize>,
-    /// Without the peer.
-    #[arg(long)]
+    /// The peer cannot be measured here.
+    #[arg(skip)]
     pub no_ksm: bool,
     #[command(flatten)]
     pub extent: Extent,
     /// A process of the workload (used by the driver).
     #[arg(long, hide = true, num_args = 3..=4)]
     pub client: Vec<String>,
-    /// A daemon (used by the driver).
-    #[arg(long, hide = true, num_args = 4)]
-    pub daemon: Vec<String>,
 }
 
 impl Args {

@@ -2,14 +2,12 @@
 
 use super::workload::{Shape, Workload};
 use crate::ksm_peer;
-use crate::process::{self, Failure, wait_for};
+use crate::process::{Failure, wait_for};
+use crate::tool::Daemon;
+use pagefold_daemon::VMA_BUDGET_MAX;
 use pagefold_daemon::control::{self, Answer, Request};
-use pagefold_daemon::status::Status;
-use pagefold_daemon::{Config, Daemon, VMA_BUDGET_MAX};
 use pagefold_os::{ksm, procfs};
 use pagefold_protocol::wait_histogram;
-use std::path::{Path, PathBuf};
-use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// A merging engine and its settings.
@@ -54,25 +52,12 @@ pub struct Passes {
     pub count: f64,
     /// As in [`Look`]: all processor time of the engine.
     pub cpu_ns: u64,
-    /// Wall time of our watch stage, all processes together; KSM has no such counter.
-    pub watch_ns: Option<u64>,
-}
-
-impl Passes {
-    fn of(status: &Status, processes: u64) -> Passes {
-        let events = || status.domains.iter().map(|domain| &domain.events);
-        Passes {
-            count: events().map(|events| events.full_scans).sum::<u64>() as f64 / processes as f64,
-            cpu_ns: status.totals.cpu_ns,
-            watch_ns: Some(events().map(|events| events.watch_ns).sum()),
-        }
-    }
 }
 
 /// An engine that was started.
 pub enum Running {
-    /// The daemon's process and socket.
-    Ours(Child, PathBuf),
+    /// The tool's daemon.
+    Ours(Daemon),
     /// The settings to restore, the scanner's process, and the pages merged before.
     Ksm(ksm::Settings, i32, u64),
 }
@@ -82,21 +67,18 @@ impl Running {
     pub fn start(engine: MergingEngine, period: Duration) -> Result<Running, Failure> {
         match engine {
             MergingEngine::Ours { workers, predict } => {
-                let socket = std::env::temp_dir().join(format!("pagefold-bench-{}.sock", std::process::id()));
-                let mut command = process::own("pageone")?;
-                command.arg("--daemon").arg(&socket);
-                command.args([workers.to_string(), u8::from(predict).to_string(), period.as_millis().to_string()]);
-                let running = Running::Ours(command.spawn()?, socket);
-                wait_for("the daemon", Duration::from_secs(10), || running.status().ok())?;
-                Ok(running)
+                let (workers, period) =
+                    (format!("--workers={workers}"), format!("--scan-interval={}ms", period.as_millis()));
+                let mappings = format!("--vma-budget={VMA_BUDGET_MAX}");
+                let mut options = vec!["--pool-max=1T", &*mappings, &*workers, &*period];
+                options.extend((!predict).then_some("--no-predict"));
+                Ok(Running::Ours(Daemon::start(&options)?))
             }
             MergingEngine::Ksm => {
-                let settings = ksm::Settings::take()?;
-                for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("run", 0)] {
-                    ksm::write(name, value)?;
-                }
-                // Older kernels lack both.
-                let _ = ksm::write("use_zero_pages", 1);
+                let settings = ksm_peer::at_full_speed()?;
+                ksm::write("run", 2)?;
+                ksm::write("run", 0)?;
+                // Older kernels lack it.
                 let _ = ksm::write("smart_scan", 1);
                 let mut running = Running::Ksm(settings, ksm_peer::scanner()?, 0);
                 let before = running.look().merged;
@@ -111,8 +93,8 @@ impl Running {
     /// Starts a workload for this engine to merge, but not before [`Running::go`].
     pub fn workload(&self, shape: Shape) -> Result<Workload, Failure> {
         match self {
-            Running::Ours(_, socket) => {
-                let workload = Workload::start(shape, Some(socket))?;
+            Running::Ours(daemon) => {
+                let workload = Workload::start(shape, Some(&daemon.socket))?;
                 self.hold(&workload.pids())?;
                 Ok(workload)
             }
@@ -126,10 +108,10 @@ impl Running {
 
     /// Pauses these processes; KSM does not run yet anyway.
     pub fn hold(&self, pids: &[i32]) -> Result<(), Failure> {
-        let Running::Ours(_, socket) = self else { return Ok(()) };
+        let Running::Ours(daemon) = self else { return Ok(()) };
         for pid in pids {
             // A process becomes a client a moment after its greeting.
-            let pause = || control::ask(socket, &Request::Pause { pid: Some(*pid) });
+            let pause = || control::ask(&daemon.socket, &Request::Pause { pid: Some(*pid) });
             let is_paused = || matches!(pause(), Ok(Answer::Done { count: 1 })).then_some(());
             wait_for(&format!("process {pid} as a client"), Duration::from_secs(10), is_paused)?;
         }
@@ -139,8 +121,8 @@ impl Running {
     /// Starts merging.
     pub fn go(&self) -> Result<(), Failure> {
         match self {
-            Running::Ours(_, socket) => {
-                control::ask(socket, &Request::Resume { pid: None }).map(drop).map_err(Into::into)
+            Running::Ours(daemon) => {
+                control::ask(&daemon.socket, &Request::Resume { pid: None }).map(drop).map_err(Into::into)
             }
             Running::Ksm(..) => Ok(ksm::write("run", 1)?),
         }
@@ -150,8 +132,8 @@ impl Running {
     pub fn look(&self) -> Look {
         let at = Instant::now();
         match self {
-            Running::Ours(..) => {
-                let status = self.status().unwrap_or_default();
+            Running::Ours(daemon) => {
+                let status = daemon.status().unwrap_or_default();
                 let events = status.domains.iter().map(|domain| &domain.events);
                 Look {
                     at,
@@ -172,8 +154,8 @@ impl Running {
     /// Pages that no longer take memory: all places of a content but one, and all that are zero.
     pub fn saved(&self) -> u64 {
         match self {
-            Running::Ours(..) => {
-                let totals = self.status().unwrap_or_default().totals;
+            Running::Ours(daemon) => {
+                let totals = daemon.status().unwrap_or_default().totals;
                 (totals.pages_sharing + totals.pages_zero).saturating_sub(totals.pages_shared)
             }
             Running::Ksm(..) => self.look().merged.saturating_sub(ksm::read("pages_shared").unwrap_or(0).max(0) as u64),
@@ -183,11 +165,14 @@ impl Running {
     /// Passes over all memory of this many processes, and their processor time.
     pub fn passes(&self, processes: u64) -> Result<Passes, Failure> {
         match self {
-            Running::Ours(..) => Ok(Passes::of(&self.status()?, processes)),
+            Running::Ours(daemon) => {
+                let status = daemon.status()?;
+                let scans: u64 = status.domains.iter().map(|domain| domain.events.full_scans).sum();
+                Ok(Passes { count: scans as f64 / processes as f64, cpu_ns: status.totals.cpu_ns })
+            }
             Running::Ksm(_, scanner, _) => Ok(Passes {
                 count: ksm::read("full_scans")? as f64,
                 cpu_ns: procfs::cpu_ns(*scanner).ok_or("ksmd is gone")?,
-                watch_ns: None,
             }),
         }
     }
@@ -195,8 +180,8 @@ impl Running {
     /// Bytes of records: ours, or 64 for each page that KSM looks at and each that it shares.
     pub fn metadata_bytes(&self, pages: u64) -> u64 {
         match self {
-            Running::Ours(..) => {
-                self.status().map_or(0, |status| status.totals.metadata_bytes + status.totals.mapping_bytes)
+            Running::Ours(daemon) => {
+                daemon.status().map_or(0, |status| status.totals.metadata_bytes + status.totals.mapping_bytes)
             }
             Running::Ksm(..) => pages * 64,
         }
@@ -205,15 +190,15 @@ impl Running {
     /// Memory of the engine itself that no process's share counts: the daemon's, or KSM's records.
     pub fn own_bytes(&self, pages: u64) -> u64 {
         match self {
-            Running::Ours(child, _) => procfs::memory(child.id() as i32).map_or(0, |memory| memory.pss),
+            Running::Ours(daemon) => procfs::memory(daemon.pid()).map_or(0, |memory| memory.pss),
             Running::Ksm(..) => self.metadata_bytes(pages),
         }
     }
 
     /// 99 % of freezes were shorter than this, in microseconds; KSM does not freeze.
     pub fn freeze_us_p99(&self) -> Option<f64> {
-        let Running::Ours(..) = self else { return None };
-        let clients = self.status().ok()?.clients;
+        let Running::Ours(daemon) = self else { return None };
+        let clients = daemon.status().ok()?.clients;
         let buckets = clients.iter().map(|client| client.freeze_us.len()).max()?;
         let counts: Vec<u64> =
             (0..buckets).map(|bucket| clients.iter().filter_map(|client| client.freeze_us.get(bucket)).sum()).collect();
@@ -226,68 +211,19 @@ impl Running {
         at.map(|bucket| wait_histogram::bucket_end(bucket) as f64)
     }
 
-    /// The daemon's socket, if it is ours.
-    pub fn socket(&self) -> Option<&Path> {
+    /// Words that start a program under it: none for KSM.
+    pub fn run(&self, options: &[&str]) -> Vec<String> {
         match self {
-            Running::Ours(_, socket) => Some(socket),
-            Running::Ksm(..) => None,
-        }
-    }
-
-    fn status(&self) -> Result<Status, Failure> {
-        let Running::Ours(_, socket) = self else { return Err("KSM has no status".into()) };
-        match control::ask(socket, &Request::Status {})? {
-            Answer::Status(status) => Ok(*status),
-            other => Err(format!("{other:?}").into()),
+            Running::Ours(daemon) => daemon.run(options),
+            Running::Ksm(..) => Vec::new(),
         }
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        match self {
-            Running::Ours(child, socket) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                let _ = std::fs::remove_file(socket);
-            }
-            Running::Ksm(settings, ..) => settings.restore(),
+        if let Running::Ksm(settings, ..) = self {
+            settings.restore();
         }
-    }
-}
-
-/// The daemon's process.
-pub fn daemon(args: &[String]) -> Result<(), Failure> {
-    let [socket, workers, predict, period] = args else {
-        return Err("--daemon SOCKET WORKERS PREDICT PERIOD_MS".into());
-    };
-    let daemon = Daemon::new(Config {
-        socket: PathBuf::from(socket),
-        workers: workers.parse()?,
-        period: Duration::from_millis(period.parse()?),
-        pool_max_bytes: 1 << 40,
-        vma_budget: VMA_BUDGET_MAX,
-        predict: predict == "1",
-        ..Config::default()
-    });
-    Ok(pagefold_daemon::run(&daemon)?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_pass_counts_all_processor_time_of_the_engine() {
-        let mut status = Status { domains: vec![Default::default()], ..Status::default() };
-        let before = Passes::of(&status, 2);
-        // Wall time of the watch stage is not processor time.
-        status.domains[0].events.watch_ns = 7_000_000;
-        assert_eq!(Passes::of(&status, 2).cpu_ns, before.cpu_ns);
-        status.totals.cpu_ns = 1_000_000;
-        status.domains[0].events.full_scans = 4;
-        let after = Passes::of(&status, 2);
-        assert_eq!((after.cpu_ns - before.cpu_ns, after.count - before.count), (1_000_000, 2.0));
-        assert_eq!(after.watch_ns, Some(7_000_000));
     }
 }

@@ -4,7 +4,7 @@ use super::args::Args;
 use super::engine::{MergingEngine, Running};
 use super::settle::{PERIOD, settle};
 use crate::files::{copy_files, ext4};
-use crate::process::{self, Failure};
+use crate::process::Failure;
 use crate::record;
 use crate::stats::Spread;
 use crate::vm::{self, Boot, Guest, Setup, same};
@@ -21,9 +21,6 @@ struct Run {
     /// Pages that one copy of each content would save, as the dry run finds before anything is merged.
     could_save: u64,
     saved: u64,
-    /// Duplicates left in huge pages at the end, QEMU's own included.
-    left_huge: u64,
-    pages_per_run: f64,
     merged: u64,
     cpu_s: f64,
 }
@@ -33,13 +30,6 @@ pub fn measure(args: &Args) -> Result<(), Failure> {
     let dir = tempfile::tempdir()?;
     let boot = match Boot::prepare(dir.path()) {
         Ok(boot) => boot,
-        Err(error) => {
-            eprintln!("SKIPPED: guests: {error}");
-            return Ok(());
-        }
-    };
-    let tool = match process::tool() {
-        Ok(tool) => tool,
         Err(error) => {
             eprintln!("SKIPPED: guests: {error}");
             return Ok(());
@@ -57,24 +47,20 @@ pub fn measure(args: &Args) -> Result<(), Failure> {
     ext4(&tree, &image, tree_mib * 3 / 2 + 64)?;
     let mut rows = Vec::new();
     for count in counts {
-        let mut peer: Option<f64> = None;
         for engine in args.pair() {
             let mut runs = Vec::new();
             for _ in 0..if args.extent.quick { 1 } else { args.rounds().min(3) } {
-                runs.push(once(engine, &boot, &tool, &image, *count)?);
+                runs.push(once(engine, &boot, &image, *count)?);
             }
             let of = |f: &dyn Fn(&Run) -> f64| Spread::of(runs.iter().map(f));
             let cpu = of(&|run| run.cpu_s * 1e6 / run.merged.max(1) as f64);
             let share = of(&|run| run.saved as f64 / run.could_save.max(1) as f64);
-            let speed = peer.map(|peer| peer / cpu.median);
             rows.push(json!({
                 "part": "guests", "guests": count, "engine": engine.name(), "tree_mib": tree_mib,
                 "could_save_pages": of(&|run| run.could_save as f64).median,
                 "saved_pages": of(&|run| run.saved as f64).median, "merged": of(&|run| run.merged as f64).median,
-                "mean_run": of(&|run| run.pages_per_run).median, "share": share, "left_huge_pages": of(&|run| run.left_huge as f64).median,
-                "cpu_us_per_page": cpu, "speed_against_ksm": speed,
+                "share": share, "cpu_us_per_page": cpu,
             }));
-            peer.get_or_insert(cpu.median);
         }
     }
     record::table(
@@ -82,8 +68,7 @@ pub fn measure(args: &Args) -> Result<(), Failure> {
             "guests: booted apart, each read {tree_mib} MiB of the same files in its own order; linux {}",
             boot.version
         ),
-        "guests|engine|can save=could_save_pages:0|mean run:1|saved=saved_pages:0|share:3|left huge=left_huge_pages:0|\
-         CPU us/page=cpu_us_per_page:2|speed=speed_against_ksm:2 x",
+        "guests|engine|can save=could_save_pages:0|saved=saved_pages:0|share:3|CPU us/page=cpu_us_per_page:2",
         rows,
     );
     Ok(())
@@ -97,21 +82,14 @@ fn dry_run(pids: &[i32]) -> Result<Found, Failure> {
     Ok(scan(sources, &Config { map_budget: u64::MAX, ..Config::default() }, &mut |_| {}))
 }
 
-fn once(engine: MergingEngine, boot: &Boot, tool: &Path, image: &Path, count: usize) -> Result<Run, Failure> {
+fn once(engine: MergingEngine, boot: &Boot, image: &Path, count: usize) -> Result<Run, Failure> {
     let running = Running::start(engine, PERIOD)?;
-    let under = match running.socket() {
-        Some(socket) => {
-            // Besides guest memory, which QEMU marks itself, the kernel and the first files that it boots are equal too.
-            let run = ["run", "--manage=all", "--socket"].map(str::to_owned);
-            [vec![tool.display().to_string()], run.into(), vec![socket.display().to_string(), "--".into()]].concat()
-        }
-        None => Vec::new(),
-    };
     let setup = Setup {
         memory_mib: 256,
         drive: format!("file={},format=raw,cache=writeback,readonly=on", image.display()),
         accel: Some("tcg,thread=multi".into()),
-        under,
+        // Besides guest memory, which QEMU marks itself, the kernel and the first files that it boots are equal too.
+        under: running.run(&["--manage=all"]),
         ..Setup::default()
     };
     let mut guests: Vec<Guest> = (0..count).map(|_| Guest::start(boot, &setup)).collect::<Result<_, _>>()?;
@@ -132,14 +110,11 @@ fn once(engine: MergingEngine, boot: &Boot, tool: &Path, image: &Path, count: us
     let could_save = (found.cost.duplicate_bytes + found.cost.zero_bytes) / 4096;
     let samples = settle(&running, QUIET)?;
     let last = samples[samples.len() - 1];
-    let left = dry_run(&pids)?.totals.duplicate_huge;
     // They still read the same bytes.
     same(&vm::all(&mut guests, "cat /mnt/f* | md5sum")?)?;
     Ok(Run {
         could_save,
         saved: running.saved(),
-        left_huge: left,
-        pages_per_run: found.runs.mean,
         merged: last.merged - samples[0].merged,
         cpu_s: (last.cpu_ns - samples[0].cpu_ns) as f64 / 1e9,
     })

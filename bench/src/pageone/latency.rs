@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub fn breaks(args: &Args) -> Result<(), Failure> {
     let shape = Shape { layout: PageLayout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 160 } };
     let pages = shape.mib * 256 / 2;
-    let (mut peer, mut rows): (Option<(f64, f64)>, _) = (None, Vec::new());
+    let mut rows = Vec::new();
     for engine in args.pair() {
         let (mut p50, mut p99) = (Vec::new(), Vec::new());
         for _ in 0..args.rounds() {
@@ -28,16 +28,11 @@ pub fn breaks(args: &Args) -> Result<(), Failure> {
             workload.check()?;
         }
         let (p50, p99) = (Spread::of(p50), Spread::of(p99));
-        let against = peer.map(|peer| (p50.median / peer.0, p99.median / peer.1));
-        rows.push(json!({
-            "part": "breaks", "engine": engine.name(), "pages": pages, "p50_ns": p50, "p99_ns": p99,
-            "p50_against_ksm": against.map(|both| both.0), "p99_against_ksm": against.map(|both| both.1),
-        }));
-        peer.get_or_insert((p50.median, p99.median));
+        rows.push(json!({ "part": "breaks", "engine": engine.name(), "pages": pages, "p50_ns": p50, "p99_ns": p99 }));
     }
     record::table(
         &format!("breaks: the first write to each of {pages} shared pages, in nanoseconds"),
-        "engine|p50=p50_ns:0|p99=p99_ns:0|p50 against KSM=p50_against_ksm:2 x|p99 against KSM=p99_against_ksm:2 x",
+        "engine|p50=p50_ns:0|p99=p99_ns:0",
         rows,
     );
     Ok(())
@@ -92,69 +87,53 @@ pub fn idle(args: &Args) -> Result<(), Failure> {
         _ => Shape { layout: PageLayout::Files, processes: 2, mib: 1024 },
     };
     let gib = (shape.processes * shape.mib) as f64 / 1024.0;
-    let (mut peer, mut rows): (Option<f64>, _) = (None, Vec::new());
+    let mut rows = Vec::new();
     for engine in args.pair() {
         let ours = matches!(engine, MergingEngine::Ours { .. });
-        let (mut rest, mut looks) = (Passes::default(), Passes::default());
+        let (mut rest, mut looks) = (Vec::new(), Vec::new());
         for _ in 0..args.rounds() {
             let running = Running::start(engine, PERIOD)?;
             let mut workload = running.workload(shape)?;
             workload.fill()?;
             settle(&running, QUIET)?;
-            rest.add(&running, shape.processes, gib, if ours { PASSES } else { 1.0 }, args.extent.quick)?;
+            let passes = if ours { PASSES } else { 1.0 };
+            rest.push(us_per_pass(&running, shape.processes, passes, args.extent.quick)? / gib);
             if ours {
                 // Longer than the measurement, so that its last pass still meets processes with faults.
                 let time = PERIOD * 30;
-                workload.fault_elsewhere(time, || {
-                    std::thread::sleep(2 * PERIOD);
-                    looks.add(&running, shape.processes, gib, PASSES, args.extent.quick)
-                })??;
+                looks.push(
+                    workload.fault_elsewhere(time, || {
+                        std::thread::sleep(2 * PERIOD);
+                        us_per_pass(&running, shape.processes, PASSES, args.extent.quick)
+                    })?? / gib,
+                );
             }
             workload.check()?;
         }
         let names = [engine.name(), format!("{}, faults elsewhere", engine.name())];
-        for (name, passes) in names.into_iter().zip([rest, looks]).take(1 + usize::from(ours)) {
-            let (times, watching) = (Spread::of(passes.times), Spread::of(passes.watching));
-            let share = peer.map(|peer| times.median / peer);
-            rows.push(json!({
-                "part": "idle", "engine": name, "gib": gib, "us_per_gib": times, "of_ksm": share,
-                "watch_wall_us_per_gib": watching,
-            }));
-            peer.get_or_insert(times.median);
+        for (name, times) in names.into_iter().zip([rest, looks]).filter(|(_, times)| !times.is_empty()) {
+            rows.push(json!({ "part": "idle", "engine": name, "gib": gib, "us_per_gib": Spread::of(times) }));
         }
     }
     record::table(
         &format!("idle: processor time of one pass over {gib} GiB in which nothing changed, in microseconds per GiB"),
-        "engine|us per GiB:0|of KSM's=of_ksm:4|watching, wall us=watch_wall_us_per_gib:0",
+        "engine|us per GiB=us_per_gib:0",
         rows,
     );
     Ok(())
 }
 
-/// Times of passes, in microseconds per GiB.
-#[derive(Default)]
-struct Passes {
-    times: Vec<f64>,
-    watching: Vec<f64>,
-}
-
-impl Passes {
-    /// Waits for `passes` passes and notes the time of one.
-    fn add(&mut self, running: &Running, processes: u64, gib: f64, passes: f64, quick: bool) -> Result<(), Failure> {
-        let (began, before) = (Instant::now(), running.passes(processes)?);
-        let after = loop {
-            std::thread::sleep(Duration::from_secs(if quick { 2 } else { 5 }));
-            let after = running.passes(processes)?;
-            if after.count >= before.count + passes {
-                break after;
-            }
-            if began.elapsed() > PASS_MAX {
-                return Err(format!("no {passes} passes within {PASS_MAX:?}").into());
-            }
-        };
-        let per_gib = |ns: u64| ns as f64 / 1000.0 / (after.count - before.count) / gib;
-        self.times.push(per_gib(after.cpu_ns - before.cpu_ns));
-        self.watching.extend(after.watch_ns.zip(before.watch_ns).map(|(after, before)| per_gib(after - before)));
-        Ok(())
+/// Waits for `passes` passes; returns the processor time of one, in microseconds.
+fn us_per_pass(running: &Running, processes: u64, passes: f64, quick: bool) -> Result<f64, Failure> {
+    let (began, before) = (Instant::now(), running.passes(processes)?);
+    loop {
+        std::thread::sleep(Duration::from_secs(if quick { 2 } else { 5 }));
+        let after = running.passes(processes)?;
+        if after.count >= before.count + passes {
+            return Ok((after.cpu_ns - before.cpu_ns) as f64 / 1000.0 / (after.count - before.count));
+        }
+        if began.elapsed() > PASS_MAX {
+            return Err(format!("no {passes} passes within {PASS_MAX:?}").into());
+        }
     }
 }

@@ -45,11 +45,7 @@ pub fn run(args: &[String]) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    let result = match (&args.client[..], &args.daemon[..]) {
-        ([], []) => measure(args),
-        ([], daemon) => engine::daemon(daemon),
-        (client, _) => workload::member(client),
-    };
+    let result = if args.client.is_empty() { measure(args) } else { workload::member(&args.client) };
     options::exit_code("pageone", result)
 }
 
@@ -62,9 +58,7 @@ fn peer() -> Result<(), Failure> {
 }
 
 fn measure(mut args: Args) -> Result<(), Failure> {
-    if !args.no_ksm
-        && let Err(why) = peer()
-    {
+    if let Err(why) = peer() {
         eprintln!("SKIPPED: the peer, KSM: {why}");
         args.no_ksm = true;
     }

@@ -1,13 +1,13 @@
 //! Processes that hold known data: they are merged, and they prove that their data stays theirs.
 
-use crate::process::{self, Failure, Running};
+use crate::instance::Instance;
+use crate::process::{self, Failure};
 use crate::stats::{Random, quantile};
 use clap::ValueEnum;
 use pagefold_agent::client::{Client, Region};
 use pagefold_os::{PAGE_SIZE, procfs};
-use std::io::{BufRead, BufReader, Write};
+use std::io::BufRead;
 use std::path::Path;
-use std::process::{ChildStdin, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 /// Pages in one synthetic file: 20 MB.
@@ -55,29 +55,8 @@ impl Shape {
     }
 }
 
-struct Member {
-    process: Running,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Member {
-    fn answer(&mut self) -> Result<String, Failure> {
-        let mut line = String::new();
-        match self.output.read_line(&mut line)? {
-            0 => Err("a process of the workload ended".into()),
-            _ => Ok(line.trim_end().to_owned()),
-        }
-    }
-
-    fn expect(&mut self, wanted: &str) -> Result<(), Failure> {
-        let said = self.answer()?;
-        if said == wanted { Ok(()) } else { Err(format!("a process said {said:?} instead of {wanted}").into()) }
-    }
-}
-
 /// Processes that hold data and obey the driver.
-pub struct Workload(Vec<Member>);
+pub struct Workload(Vec<Instance>);
 
 impl Workload {
     /// Starts the processes; each has memory, managed through `socket` if there is one, with nothing in it yet.
@@ -89,10 +68,9 @@ impl Workload {
             if let Some(socket) = socket {
                 command.arg(socket);
             }
-            let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()))?;
-            let (input, output) = process.0.stdin.take().zip(process.0.stdout.take()).ok_or("no pipes")?;
-            workload.0.push(Member { process, input, output: BufReader::new(output) });
-            workload.0.last_mut().ok_or("no process")?.expect("made")?;
+            let member = Instance::start(&mut command)?;
+            member.expect("made")?;
+            workload.0.push(member);
         }
         Ok(workload)
     }
@@ -100,19 +78,19 @@ impl Workload {
     /// Fills all memory, one process after the other: filling is not measured, and two processes would disturb each other.
     pub fn fill(&mut self) -> Result<(), Failure> {
         self.0.iter_mut().try_for_each(|member| {
-            writeln!(member.input, "fill")?;
-            member.expect("full")
+            member.send("fill")?;
+            Ok(member.expect("full")?)
         })
     }
 
     /// Has all processes do `order` and waits until each has said `wanted`.
     pub fn tell(&mut self, order: &str, wanted: &str) -> Result<(), Failure> {
         self.order(order)?;
-        self.0.iter_mut().try_for_each(|member| member.expect(wanted))
+        Ok(self.0.iter().try_for_each(|member| member.expect(wanted))?)
     }
 
     fn order(&mut self, order: &str) -> Result<(), Failure> {
-        self.0.iter_mut().try_for_each(|member| Ok(writeln!(member.input, "{order}")?))
+        Ok(self.0.iter_mut().try_for_each(|member| member.send(order))?)
     }
 
     /// Has the processes write to pages anywhere for `time`, `rate` writes a second in all; content stays as it is. Calls
@@ -126,8 +104,8 @@ impl Workload {
         let each = rate as f64 / self.0.len() as f64;
         self.order(&format!("churn {each} {}", time.as_millis()))?;
         meanwhile(self);
-        self.0.iter_mut().try_fold((0, 0), |(writes, longest), member| {
-            let said = member.answer()?;
+        self.0.iter().try_fold((0, 0), |(writes, longest), member| {
+            let said = member.line()?;
             let (count, p99) = said.split_once(' ').ok_or("no count of writes")?;
             Ok((writes + count.parse::<u64>()?, longest.max(p99.parse()?)))
         })
@@ -138,15 +116,15 @@ impl Workload {
     pub fn fault_elsewhere<T>(&mut self, time: Duration, meanwhile: impl FnOnce() -> T) -> Result<T, Failure> {
         self.order(&format!("fault {}", time.as_millis()))?;
         let result = meanwhile();
-        self.0.iter_mut().try_for_each(|member| member.expect("faulted"))?;
+        self.0.iter().try_for_each(|member| member.expect("faulted"))?;
         Ok(result)
     }
 
     /// Has the first process write to its first `pages` pages; returns how long each write took, in nanoseconds, ascending.
     pub fn write_to(&mut self, pages: u64) -> Result<Vec<u64>, Failure> {
         let member = self.0.first_mut().ok_or("no process")?;
-        writeln!(member.input, "write {pages}")?;
-        let said = member.answer()?;
+        member.send(&format!("write {pages}"))?;
+        let said = member.line()?;
         let mut times = said.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>()?;
         times.sort_unstable();
         Ok(times)
@@ -159,7 +137,7 @@ impl Workload {
 
     /// The processes.
     pub fn pids(&self) -> Vec<i32> {
-        self.0.iter().map(|member| member.process.pid()).collect()
+        self.0.iter().map(Instance::pid).collect()
     }
 
     /// Sum of the processes' proportional memory, in bytes.

@@ -1,17 +1,18 @@
 //! The ways to keep sandboxes, and the measure of one.
 
 use super::Plan;
-use crate::group::{self, ControlGroup};
+use crate::files::HOLDERS;
+use crate::group::{self, Group};
 use crate::instance::Instance;
 use crate::ksm_peer;
 use crate::process::{self, Failure, wait_for};
-use crate::restore;
 use crate::stats;
 use crate::tool::Daemon;
 use crate::zswap::kernel::Zswap;
+use pagefold_daemon::cold::Activity;
 use pagefold_os::{ksm, procfs};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// How the host keeps sandboxes.
@@ -36,16 +37,12 @@ pub struct Measured {
     pub busy_mib: f64,
     /// The same once what can leave has left.
     pub idle_mib: f64,
-    /// Memory that the host lacks then, for each: records of the kernel's included, and whatever else happened meanwhile.
-    pub host_idle_mib: f64,
     /// Processor time of all, while they wait, for each sandbox.
     pub idle_cpu_percent: f64,
     /// Time to the first reply of sandboxes one after the other, in milliseconds: median and longest.
     pub one: (f64, f64),
     /// The longest of several that are asked at once.
     pub at_once_max_ms: f64,
-    /// The median of sandboxes one after the other that have waited once more since their first reply, in milliseconds.
-    pub again_p50_ms: f64,
     /// The start and the work of all sandboxes, two at a time.
     pub work_s: f64,
     /// Every sandbox still holds its data.
@@ -56,7 +53,7 @@ pub struct Measured {
 struct RunningEngine {
     daemon: Option<Daemon>,
     ksm: Option<ksm::Settings>,
-    group: Option<ControlGroup>,
+    group: Option<Group>,
     zswap: Option<Zswap>,
 }
 
@@ -96,52 +93,48 @@ impl Way {
         }
     }
 
-    fn engine(self, plan: Plan, dir: &Path) -> Result<RunningEngine, Failure> {
+    fn engine(self, plan: Plan) -> Result<RunningEngine, Failure> {
         let is_ours = matches!(self, Way::Merged | Way::Cold);
         // Merging comes first.
         let idle = format!("--park-idle={}s", plan.settles.as_secs() / 3);
-        let policy = ["--priority=normal", "--cold-policy=manual", &idle, "--park-within=2s"];
+        let policy = ["--cold-policy=manual", &idle, "--park-within=2s"];
         let with_zswap = self == Way::KsmZswap;
         let swap = (plan.sandboxes * (plan.mib + 64) * 2) as u64 * (1 << 20);
         Ok(RunningEngine {
-            daemon: is_ours.then(|| Daemon::start(dir, &policy)).transpose()?,
+            daemon: is_ours.then(|| Daemon::start(&policy)).transpose()?,
             ksm: matches!(self, Way::Ksm | Way::KsmZswap).then(ksm_peer::at_full_speed).transpose()?,
-            group: with_zswap.then(|| ControlGroup::new("sandboxes")).transpose()?,
+            group: with_zswap.then(|| Group::of_run("sandboxes")).transpose()?,
             zswap: with_zswap.then(|| Zswap::start(swap)).transpose()?,
         })
     }
 
-    fn command(self, engine: &RunningEngine, script: &Path, seed: usize, mib: usize) -> Command {
+    fn command(self, engine: &RunningEngine, seed: usize, mib: usize) -> Command {
         let mut words = match (self, &engine.daemon) {
             (Way::Merged, Some(daemon)) => daemon.run(&["--manage", "all"]),
             (Way::Cold, Some(daemon)) => daemon.run(&["--cold"]),
             _ => Vec::new(),
         };
-        words.extend(["python3".into(), script.display().to_string(), seed.to_string(), mib.to_string()]);
+        words.extend(["python3".into(), format!("{HOLDERS}/sandbox.py"), seed.to_string(), mib.to_string()]);
         let mut command = Command::new(&words[0]);
-        command.args(&words[1..]);
+        command.args(&words[1..]).stderr(Stdio::null());
         if engine.ksm.is_some() {
             ksm_peer::merge_all(&mut command);
         }
         if let Some(group) = &engine.group {
-            group::join(&mut command, &group.path);
+            group.adopt(&mut command);
         }
         command
     }
 
     /// One round.
-    pub fn measure(self, plan: Plan, dir: &Path) -> Result<Measured, Failure> {
-        let (own, _removed) = restore::folder("sandbox")?;
-        let script = dir.join("sandbox.py");
-        std::fs::write(&script, include_str!("../../holders/sandbox.py"))?;
-        let before = lacking_mib();
-        let engine = self.engine(plan, &own)?;
+    pub fn measure(self, plan: Plan) -> Result<Measured, Failure> {
+        let engine = self.engine(plan)?;
         if engine.ksm.is_some() {
             ksm::write("run", 1)?;
         }
         let (mut sandboxes, began) = (Vec::new(), Instant::now());
         for seed in 1..=plan.sandboxes {
-            sandboxes.push(Instance::start(&mut self.command(&engine, &script, seed, plan.mib))?);
+            sandboxes.push(Instance::start(&mut self.command(&engine, seed, plan.mib))?);
             if seed % 2 == 0 || seed == plan.sandboxes {
                 let pair = &mut sandboxes[(seed - 1) / 2 * 2..];
                 pair.iter().try_for_each(Instance::ready)?;
@@ -155,7 +148,7 @@ impl Way {
         let busy_mib = each(engine.held_mib(&pids));
         std::thread::sleep(plan.settles);
         engine.take_idle_memory()?;
-        let (idle_mib, host_idle_mib) = (each(engine.held_mib(&pids)), each(lacking_mib() - before));
+        let idle_mib = each(engine.held_mib(&pids));
         let cpu = || pids.iter().filter_map(|pid| procfs::cpu_ns(*pid)).sum::<u64>();
         let (began, cpu_before) = (Instant::now(), cpu());
         std::thread::sleep(plan.waits);
@@ -170,20 +163,13 @@ impl Way {
         };
         let at_once = (plan.sandboxes / 2).min(AT_ONCE);
         let (several, singly) = sandboxes.split_at_mut(at_once);
-        let mut ask_singly = |sandboxes: &mut [Instance]| {
-            let ask = |sandbox: &mut Instance| {
-                let began = Instant::now();
-                check(sandbox.ask("reply"));
-                began.elapsed().as_secs_f64() * 1000.0
-            };
-            sandboxes.iter_mut().map(ask).collect::<Vec<f64>>()
+        let ask = |sandbox: &mut Instance| {
+            let began = Instant::now();
+            check(sandbox.ask("reply"));
+            began.elapsed().as_secs_f64() * 1000.0
         };
-        let times = ask_singly(singly);
+        let times: Vec<f64> = singly.iter_mut().map(ask).collect();
         let longest = times.iter().copied().fold(f64::NAN, f64::max);
-        // The policy sees that they have woken, and that they wait again.
-        std::thread::sleep(plan.waits);
-        engine.take_idle_memory()?;
-        let again = ask_singly(singly);
         let began = Instant::now();
         several.iter_mut().for_each(|sandbox| check(sandbox.send("reply")));
         several.iter().for_each(|sandbox| check(sandbox.answer()));
@@ -192,11 +178,9 @@ impl Way {
         Ok(Measured {
             busy_mib,
             idle_mib,
-            host_idle_mib,
             idle_cpu_percent,
             one: (stats::median(times), longest),
             at_once_max_ms,
-            again_p50_ms: stats::median(again),
             work_s,
             is_right,
         })
@@ -208,16 +192,15 @@ impl RunningEngine {
     fn take_idle_memory(&self) -> Result<(), Failure> {
         if let Some(daemon) = &self.daemon {
             wait_for("the policy to park all sandboxes", PARK_MAX, || {
-                let status = daemon.status().ok()?;
-                let clients = status["cold"]["clients"].as_array()?;
-                (!clients.is_empty() && clients.iter().all(|client| client["activity"] == "parked")).then_some(())
+                let clients = daemon.status().ok()?.cold.clients;
+                (!clients.is_empty() && clients.iter().all(|client| client.activity == Activity::Parked)).then_some(())
             })?;
         }
         if let Some(group) = &self.group {
-            let used = group.number(&["memory.usage_in_bytes", "memory.current"]).unwrap_or(0);
-            group.set_swappiness(100)?;
-            group.limit(used / RECLAIM_TO)?;
-            group.limit(i64::MAX as u64)?;
+            // The kernel swaps before it drops the file cache.
+            group.set(&[("memory.swappiness", "100")]);
+            group.limit(group.used() / RECLAIM_TO)?;
+            group.lift();
         }
         Ok(())
     }
@@ -232,21 +215,10 @@ impl RunningEngine {
     /// The processes that the bench measures: the sandboxes, the daemon, the kernel's scanner.
     fn pids(&self, sandboxes: &[Instance]) -> Vec<i32> {
         let mut pids: Vec<i32> = sandboxes.iter().flat_map(Instance::pids).collect();
-        let daemon = self.daemon.as_ref().and_then(|daemon| daemon.status().ok()?["pid"].as_i64());
-        pids.extend(daemon.map(|pid| pid as i32));
+        pids.extend(self.daemon.as_ref().map(Daemon::pid));
         if self.ksm.is_some() {
             pids.extend(ksm_peer::scanner().ok());
         }
         pids
     }
-}
-
-/// Memory that the host lacks, in MiB: the median of some looks.
-fn lacking_mib() -> f64 {
-    let look = |_| {
-        std::thread::sleep(Duration::from_millis(300));
-        let (available, total) = procfs::available_and_total();
-        (total - available) as f64 / f64::from(1 << 20)
-    };
-    stats::median((0..5).map(look))
 }

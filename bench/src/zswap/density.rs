@@ -2,18 +2,15 @@
 
 use super::kernel::Zswap;
 use super::measure::{Area, Spent, as_pages};
-use super::row::Row;
-use crate::stats::median;
+use super::row;
+use pagefold_os::procfs;
 use pagefold_tier::{Config, Effort, Tier};
+use serde_json::{Value, json};
 use std::io;
-use std::time::{Duration, Instant};
 
-fn config(set: &[u8]) -> Config {
-    Config { bytes_max: (set.len() as u64 * 5 / 4).max(64 << 20), ..Config::default() }
-}
-
-fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
-    let tier = Tier::create(Config { patches, ..config(set) }, None).expect("memory");
+fn tier(on: &str, set: &[u8], effort: Effort, patches: bool) -> Value {
+    let bytes_max = (set.len() as u64 * 5 / 4).max(64 << 20);
+    let tier = Tier::create(Config { patches, bytes_max, ..Config::default() }, None).expect("memory");
     let pages = as_pages(set);
     tier.add_client(1, pages.len() as u64).expect("a region");
     let mut spent = Spent::default();
@@ -33,23 +30,18 @@ fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
         (Effort::Dense, false) => "tier, zstd + dictionary",
         (Effort::Dense, true) => "tier, zstd + dictionary + patches",
     };
-    row(name, set, (stats.bytes_held + stats.bytes_metadata) as f64, &spent)
+    row(name, on, set, (stats.bytes_held + stats.bytes_metadata) as f64, &spent)
 }
 
-fn row(name: &str, set: &[u8], held: f64, spent: &Spent) -> Row {
-    let gib = set.len() as f64 / f64::from(1 << 30);
-    Row {
-        part: "density",
-        name: name.to_owned(),
-        on: String::new(),
-        figures: vec![
-            ("set MB", set.len() as f64 / 1e6),
-            ("held MB/GiB", held / 1e6 / gib),
-            ("ratio", set.len() as f64 / held),
-            ("store GB/s", set.len() as f64 / spent.seconds / 1e9),
-            ("cpu us/page", spent.cpu_s * 1e6 / (set.len() / 4096) as f64),
-        ],
-    }
+fn row(name: &str, on: &str, set: &[u8], held: f64, spent: &Spent) -> Value {
+    let bytes = set.len() as f64;
+    row::of(
+        "density",
+        name,
+        on,
+        json!({ "set MB": bytes / 1e6, "held MB/GiB": held / 1e6 / (bytes / f64::from(1 << 30)), "ratio": bytes / held,
+            "store GB/s": bytes / spent.seconds / 1e9, "cpu us/page": spent.cpu_s * 1e6 / (bytes / 4096.0) }),
+    )
 }
 
 /// Evicts the set by MADV_PAGEOUT with zswap on; returns the bytes of the pool and the time of eviction.
@@ -59,47 +51,39 @@ fn zswap(set: &[u8]) -> io::Result<(f64, Spent)> {
     let mut memory = Area::new(set.len())?;
     memory.bytes_mut().copy_from_slice(set);
     let mut spent = Spent::default();
-    let end = Instant::now() + Duration::from_secs(120);
-    let mut left = set.len();
-    while left > 0 && Instant::now() < end {
+    let resident = || procfs::rss(std::process::id() as i32) as usize;
+    let (filled, mut evicted) = (resident(), 0);
+    loop {
         spent.on(|| memory.page_out());
-        let resident = memory.resident_bytes()?;
-        if resident >= left {
+        let now = filled.saturating_sub(resident());
+        if now <= evicted {
             break;
         }
-        left = resident;
+        evicted = now;
     }
-    let after = Zswap::bytes();
-    if left > set.len() / 50 {
-        return Err(io::Error::other(format!("{left} of {} bytes were not evicted", set.len())));
+    if evicted < set.len() / 50 * 49 {
+        return Err(io::Error::other(format!("{evicted} of {} bytes were evicted", set.len())));
     }
-    Ok((after.0 - before.0, spent))
-}
-
-/// The medians of the rounds.
-fn of_rounds(rounds: usize, once: impl Fn() -> io::Result<Row>) -> io::Result<Row> {
-    let mut runs = (0..rounds).map(|_| once()).collect::<io::Result<Vec<Row>>>()?;
-    let column = |index: usize| median(runs.iter().map(|row| row.figures[index].1));
-    let figures: Vec<f64> = (0..runs[0].figures.len()).map(column).collect();
-    let mut first = runs.swap_remove(0);
-    first.figures.iter_mut().zip(figures).for_each(|(figure, median)| figure.1 = median);
-    Ok(first)
+    Ok((Zswap::bytes().0 - before.0, spent))
 }
 
 /// Measures ours and the kernel's on one set.
-pub fn measure(on: &str, set: &[u8]) -> Vec<Row> {
+pub fn measure(on: &str, set: &[u8]) -> Vec<Value> {
     let mut rows = Vec::new();
     let rounds = if set.len() < 512 << 20 { 3 } else { 1 };
-    let mut add = |name: &str, once: &dyn Fn() -> io::Result<Row>| match of_rounds(rounds, once) {
-        Ok(row) => rows.push(Row { on: on.to_owned(), ..row }),
+    let mut add = |name: &str, once: &dyn Fn() -> io::Result<Value>| match (0..rounds)
+        .map(|_| once())
+        .collect::<io::Result<Vec<_>>>()
+    {
+        Ok(rounds) => rows.push(row::of_rounds(&rounds)),
         Err(error) => eprintln!("SKIPPED: {name} on {on}: {error}"),
     };
     for (effort, patches) in [(Effort::Fast, false), (Effort::Dense, false), (Effort::Dense, true)] {
-        add("the tier", &|| Ok(tier(set, effort, patches)));
+        add("the tier", &|| Ok(tier(on, set, effort, patches)));
     }
     add("zswap", &|| {
         let (held, spent) = zswap(set)?;
-        Ok(row(&format!("zswap, {}", Zswap::compressor()), set, held, &spent))
+        Ok(row(&format!("zswap, {}", Zswap::compressor()), on, set, held, &spent))
     });
     rows
 }

@@ -2,16 +2,15 @@
 //! zswap.
 
 use super::kernel::Zswap;
-use super::row::Row;
-use crate::group::{self, ControlGroup};
-use crate::process;
+use super::row;
+use crate::group::{self, Group};
+use crate::process::{self, Failure, vmstat};
 use crate::redis::Redis;
 use crate::restore::folder;
-use crate::stats::median;
+use crate::stats::Spread;
 use crate::tool::Daemon;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::io;
-use std::path::Path;
 use std::process::Command;
 
 /// The backend that holds cold memory.
@@ -21,10 +20,10 @@ enum Backend {
 }
 
 impl Backend {
-    /// Starts one: the tier with files in `dir`, or zswap over a swap file of `swap_bytes`.
-    fn start(tier: bool, dir: &Path, swap_bytes: u64) -> io::Result<Backend> {
+    /// Starts one: the tier, or zswap over a swap file of `swap_bytes`.
+    fn start(tier: bool, swap_bytes: u64) -> io::Result<Backend> {
         match tier {
-            true => Ok(Backend::Tier(Daemon::start(dir, &["--priority=normal", "--tier-dir", "none"])?)),
+            true => Ok(Backend::Tier(Daemon::start(&["--tier-dir", "none"])?)),
             false => Ok(Backend::Zswap { _on: Zswap::start(swap_bytes)? }),
         }
     }
@@ -46,22 +45,18 @@ impl Backend {
     /// Evicts all it can, so that a limit can be set; the kernel does that itself when the limit is set.
     fn park(&self) -> io::Result<()> {
         match self {
-            Backend::Tier(daemon) => daemon.park(),
+            Backend::Tier(daemon) => daemon.park().map(drop),
             Backend::Zswap { .. } => Ok(()),
         }
     }
 
-    /// The daemon's status; null with zswap.
-    fn status(&self) -> io::Result<Value> {
-        match self {
-            Backend::Tier(daemon) => daemon.status(),
-            Backend::Zswap { .. } => Ok(Value::Null),
-        }
+    /// Pages that returned from it since it started, and the bytes that it holds.
+    fn faults_and_bytes(&self) -> io::Result<(f64, f64)> {
+        let Backend::Tier(daemon) = self else { return Ok((Zswap::pages_in(), Zswap::bytes().0)) };
+        let cold = daemon.status()?.cold;
+        let faults: u64 = cold.clients.iter().map(|client| client.refaults).sum();
+        Ok((faults as f64, cold.domains.iter().map(|tier| tier.memory_bytes).sum::<u64>() as f64))
     }
-}
-
-fn used(group: &ControlGroup) -> u64 {
-    group.number(&["memory.usage_in_bytes", "memory.current"]).unwrap_or(0)
 }
 
 /// Bytes of a value.
@@ -81,15 +76,15 @@ fn value(key: usize) -> String {
 /// One run: operations per second on random keys, all memory in use, and faults per operation.
 fn redis_once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64; 3]> {
     let (dir, _gone) = folder("half")?;
-    let group = ControlGroup::new("half")?;
-    let backend = Backend::start(tier, &dir, (mib as u64) << 21)?;
-    let before = Zswap::bytes();
+    let group = Group::of_run("half")?;
+    let backend = Backend::start(tier, (mib as u64) << 21)?;
+    let (_, bytes_before) = backend.faults_and_bytes()?;
     let mut command = backend.program("redis-server");
-    group::join(&mut command, &group.path);
+    group.adopt(&mut command);
     let redis = Redis::start(command, &dir)?;
     let count = (mib << 20) / (VALUE_BYTES + 100);
     redis.set((0..count).map(|key| (format!("key:{key:012}"), value(key))))?;
-    let limit = used(&group) / 2;
+    let limit = group.used() / 2;
     backend.park()?;
     group.limit(limit)?;
     let run = |requests: usize| -> io::Result<f64> {
@@ -104,29 +99,21 @@ fn redis_once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Resul
             |text: &str| text.split(" requests per second").next()?.split_whitespace().next_back()?.parse().ok();
         text.rsplit('\r').find_map(number).ok_or_else(|| io::Error::other(format!("redis-benchmark said {text}")))
     };
-    let sum = |of: &Value, field: &str| -> f64 {
-        of.as_array().into_iter().flatten().filter_map(|one| one[field].as_f64()).sum()
-    };
-    // Faults on evicted pages.
-    let faults = || -> io::Result<f64> {
-        if tier { Ok(sum(&backend.status()?["cold"]["clients"], "refaults")) } else { Ok(Zswap::pages_in()) }
-    };
     // Half of the keys are faulted in and evicted before it counts.
     run(requests / 4)?;
-    let earlier = faults()?;
+    let (faults_before, _) = backend.faults_and_bytes()?;
     let rate = run(requests)?;
-    let faults = (faults()? - earlier) / requests as f64;
-    let held =
-        if tier { sum(&backend.status()?["cold"]["domains"], "memory_bytes") } else { Zswap::bytes().0 - before.0 };
-    Ok([rate, (used(&group) as f64 + held) / 1e6, faults])
+    let (faults, bytes) = backend.faults_and_bytes()?;
+    let held = group.used() as f64 + bytes - bytes_before;
+    Ok([rate, held / 1e6, (faults - faults_before) / requests as f64])
 }
 
 /// As [`redis_once`]; runs again where the kernel kills the program at its limit, and counts that.
 fn surviving(tier: bool, mib: usize, requests: usize, reads: &str, killed: &mut u32) -> io::Result<[f64; 3]> {
     for _ in 0..5 {
-        let before = ControlGroup::killed();
+        let before = vmstat("oom_kill");
         match redis_once(tier, mib, requests, reads) {
-            Err(error) if ControlGroup::killed() > before => {
+            Err(error) if vmstat("oom_kill") > before => {
                 eprintln!("redis was killed at its limit ({}): {error}", if tier { "cold tier" } else { "zswap" });
                 *killed += 1;
             }
@@ -137,12 +124,12 @@ fn surviving(tier: bool, mib: usize, requests: usize, reads: &str, killed: &mut 
 }
 
 /// Measures redis with both backends, in turns.
-pub fn redis(mib: usize, requests: usize, rounds: usize) -> io::Result<Vec<Row>> {
+pub fn redis(mib: usize, requests: usize, rounds: usize) -> Result<Vec<Value>, Failure> {
     group::zswap_lies_outside()?;
     let mut rows = Vec::new();
     for kind in ["reads", "writes"] {
         let mut runs = [Vec::new(), Vec::new()];
-        let mut killed = [0; 2];
+        let mut killed = [0u32; 2];
         for _ in 0..rounds {
             for (tier, runs) in [true, false].into_iter().zip(&mut runs) {
                 runs.push(surviving(tier, mib, requests, kind, &mut killed[usize::from(!tier)])?);
@@ -150,14 +137,11 @@ pub fn redis(mib: usize, requests: usize, rounds: usize) -> io::Result<Vec<Row>>
         }
         let names = [Backend::name(true), Backend::name(false)];
         for ((name, runs), killed) in names.into_iter().zip(&runs).zip(killed) {
-            let column = |index: usize| -> Vec<f64> { runs.iter().map(|run| run[index]).collect() };
-            let mut figures = Row::rounds("requests/s", &column(0));
-            figures.extend([
-                ("MB in all", median(column(1))),
-                ("faults/request", median(column(2))),
-                ("killed", f64::from(killed)),
-            ]);
-            rows.push(Row { part: "half", name, on: format!("redis, {mib} MiB, random {kind}"), figures });
+            let column = |index: usize| Spread::of(runs.iter().map(|run| run[index]));
+            let rate = column(0);
+            let figures = json!({ "requests/s": rate.median, "least": rate.low, "most": rate.high,
+                "MB in all": column(1).median, "faults/request": column(2).median, "killed": killed });
+            rows.push(row::of("half", &name, &format!("redis, {mib} MiB, random {kind}"), figures));
         }
     }
     Ok(rows)

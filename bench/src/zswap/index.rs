@@ -4,17 +4,18 @@
 //! that lookups take a while from 100,000 entries on.
 
 use super::measure::Area;
-use super::row::Row;
+use super::row;
 use crate::index::registry;
-use crate::stats::{Spread, median};
+use crate::process::Failure;
+use crate::stats::median;
 use bench_peers::Map;
 use llds::b_tree::BTree;
+use serde_json::{Value, json};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 const ENTRIES: usize = 100_000;
-const PHASES: [&str; 4] = ["insert Mop/s", "lookup Mop/s", "replace Mop/s", "erase Mop/s"];
 
 /// Page `index` of `entries` in random order: a bijection of 0 to the next power of two, walked on until it fits.
 fn offset(index: u64, entries: u64) -> u64 {
@@ -102,8 +103,8 @@ fn rates(map: &dyn Map) -> [f64; 4] {
     ]
 }
 
-/// Measures both, in turn; the red-black tree in a build with the feature `cpp-peers` alone.
-pub fn measure(rounds: usize) -> io::Result<Vec<Row>> {
+/// Measures both, in turn; the red-black tree in a build with the feature `peers` alone.
+pub fn measure(rounds: usize) -> Result<Vec<Value>, Failure> {
     let peer = registry::all().into_iter().find(|maker| maker.0 == "rb-tree-lock");
     let mut runs: [(&str, Vec<[f64; 4]>); 2] = [("tier-b-tree", Vec::new()), ("rb-tree-lock", Vec::new())];
     for _ in 0..rounds {
@@ -112,38 +113,9 @@ pub fn measure(rounds: usize) -> io::Result<Vec<Row>> {
     }
     let rows = runs.into_iter().filter(|(_, runs)| !runs.is_empty()).map(|(name, runs)| {
         let column = |index: usize| runs.iter().map(move |run| run[index]);
-        let mut figures: Vec<(&'static str, f64)> =
-            PHASES.iter().enumerate().map(|(index, name)| (*name, median(column(index)))).collect();
-        figures.push(("spread of lookups %", Spread::of(column(1)).half_range_percent()));
-        Row { part: "index", name: name.to_owned(), on: format!("{ENTRIES} sparse, 1 thr, wall"), figures }
+        let figures = json!({ "insert Mop/s": median(column(0)), "lookup Mop/s": median(column(1)),
+            "replace Mop/s": median(column(2)), "erase Mop/s": median(column(3)) });
+        row::of("index", name, &format!("{ENTRIES} sparse, 1 thr, wall"), figures)
     });
     Ok(rows.collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn offsets_are_distinct() {
-        for entries in [1000, 1024, 100_000] {
-            let mut keys: Vec<u64> = (0..entries).map(|index| offset(index, entries)).collect();
-            keys.sort_unstable();
-            keys.dedup();
-            assert_eq!(keys.len() as u64, entries);
-            assert!(keys.iter().all(|key| *key < 1 << 33));
-        }
-    }
-
-    #[test]
-    fn the_tiers_structure_is_a_map() {
-        let map = Leaves::new(5000).unwrap();
-        let keys = || (0..5000).map(|index| (offset(index, 5000), index + 1));
-        assert!(keys().all(|(key, value)| map.insert(key, value)));
-        for (key, value) in keys() {
-            assert_eq!(map.get(key), Some(value));
-            assert!(map.replace(key, value, value + 1) && map.get(key) == Some(value + 1));
-            assert!(map.remove(key, value + 1) && map.get(key).is_none() && !map.remove(key, 0));
-        }
-    }
 }

@@ -2,7 +2,6 @@
 
 use crate::process::cpu_s;
 use pagefold_os::mem::Mapping;
-use pagefold_os::pagemap::{ENTRY_BYTES, PageEntry};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,15 +34,6 @@ impl Area {
         // SAFETY: the range is this mapping; the advice changes no byte that can be read.
         let _ = unsafe { pagefold_os::mem::advise(self.0.addr(), self.0.len() as u64, libc::MADV_PAGEOUT) };
     }
-
-    /// Bytes that are present.
-    pub fn resident_bytes(&self) -> io::Result<usize> {
-        let pages = self.0.len() / 4096;
-        let file = std::fs::File::open("/proc/self/pagemap")?;
-        let mut entries = vec![0; pages * ENTRY_BYTES];
-        std::os::unix::fs::FileExt::read_exact_at(&file, &mut entries, self.0.addr() / 4096 * ENTRY_BYTES as u64)?;
-        Ok(PageEntry::all(&entries).filter(|entry| entry.is_present()).count() * 4096)
-    }
 }
 
 /// The pages of a set, with their numbers.
@@ -63,16 +53,12 @@ pub struct Spent {
 impl Spent {
     /// Adds the time of `act`.
     pub fn on<T>(&mut self, act: impl FnOnce() -> T) -> T {
-        let (start, cpu) = (Instant::now(), process_cpu_s());
+        let (start, cpu) = (Instant::now(), cpu_s(libc::RUSAGE_SELF));
         let result = act();
         self.seconds += start.elapsed().as_secs_f64();
-        self.cpu_s += process_cpu_s() - cpu;
+        self.cpu_s += cpu_s(libc::RUSAGE_SELF) - cpu;
         result
     }
-}
-
-fn process_cpu_s() -> f64 {
-    cpu_s(libc::RUSAGE_SELF)
 }
 
 /// Microseconds of each of `count` acts.

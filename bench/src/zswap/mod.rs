@@ -16,9 +16,11 @@ mod pages;
 mod row;
 
 use crate::options::{Extent, positive};
+use crate::process::Failure;
 use crate::{options, record};
 use clap::{Parser, ValueEnum};
-use row::{Row, show};
+use row::show;
+use serde_json::Value;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -43,16 +45,16 @@ struct Args {
     #[arg(long, value_delimiter = ',')]
     part: Vec<Part>,
     /// Rounds; medians and spread are of these.
-    #[arg(long, value_parser = positive)]
+    #[arg(long, value_parser = positive())]
     rounds: Option<usize>,
     /// Guests to boot for the density of guests; 0 leaves them out.
     #[arg(long)]
     guests: Option<usize>,
     #[command(flatten)]
     extent: Extent,
-    /// A daemon or a client of the live part.
-    #[arg(long, hide = true)]
-    process: Vec<String>,
+    /// The client of the live part (used by the driver).
+    #[arg(long, hide = true, num_args = 2)]
+    client: Vec<String>,
 }
 
 impl Args {
@@ -71,8 +73,8 @@ pub fn run(words: &[String]) -> ExitCode {
         Ok(args) => args,
         Err(code) => return code,
     };
-    if !args.process.is_empty() {
-        return live::run_process(&args.process);
+    if !args.client.is_empty() {
+        return options::exit_code("zswap", live::client(&args.client));
     }
     record::emit(Vec::new());
     record::emit_versions(serde_json::json!({ "zswap": kernel::Zswap::compressor() }));
@@ -99,9 +101,9 @@ pub fn run(words: &[String]) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn show_or_skip(what: &str, rows: std::io::Result<Vec<Row>>) {
+fn show_or_skip(what: &str, rows: Result<Vec<Value>, Failure>) {
     match rows {
-        Ok(rows) => show(rows),
+        Ok(rows) => show(&rows),
         Err(error) => eprintln!("SKIPPED: {what}: {error}"),
     }
 }
@@ -110,14 +112,14 @@ fn show_or_skip(what: &str, rows: std::io::Result<Vec<Row>>) {
 fn on_unrelated(args: &Args, pages: &[u8]) {
     let on = "python heap and redis";
     if args.wants(Part::Density) {
-        show(density::measure(on, pages));
+        show(&density::measure(on, pages));
     }
     for _ in (0..args.rounds().min(3)).filter(|_| args.wants(Part::Live)) {
         let idle = Duration::from_secs(if args.extent.quick { 2 } else { 10 });
         show_or_skip("a live client", live::measure(on, pages, idle));
     }
     if args.wants(Part::Latency) {
-        show(latency::measure(pages, if args.extent.quick { 2000 } else { 20_000 }));
+        show(&latency::measure(pages, if args.extent.quick { 2000 } else { 20_000 }));
     }
 }
 
@@ -127,6 +129,6 @@ fn on_guests(args: &Args, on: &str, pages: &[u8]) {
         show_or_skip("live guests", live::measure(on, pages, Duration::from_secs(10)));
     }
     if args.wants(Part::Density) {
-        show(density::measure(on, pages));
+        show(&density::measure(on, pages));
     }
 }

@@ -4,8 +4,8 @@ use super::machines::{boot_all, raw_drive, through};
 use crate::disk::args::GuestSize;
 use crate::disk::server::{Mount, Server};
 use crate::files::{drop_cached, random_file, read_through};
-use crate::group::ControlGroup;
-use crate::process::Failure;
+use crate::group::Group;
+use crate::process::{Failure, vmstat};
 use crate::record;
 use crate::restore::SwapFile;
 use crate::scratch::Scratch;
@@ -21,12 +21,6 @@ const PASSES: usize = 3;
 const SMALL_MIB: usize = 96;
 /// Memory of QEMU beyond its guest's, with a small buffer for translated code.
 const QEMU_MIB: usize = 56;
-
-fn vmstat(name: &str) -> Result<u64, Failure> {
-    let text = std::fs::read_to_string("/proc/vmstat")?;
-    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')).ok_or("no such counter")?;
-    Ok(value.trim().parse()?)
-}
 
 /// Bytes that a process made the disk read, swap included.
 fn process_reads(pid: i32) -> u64 {
@@ -146,19 +140,19 @@ fn read_under_pressure(
 ) -> Result<Result<Value, String>, Failure> {
     // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
-    let group = ControlGroup::new(if how.cached { "disk" } else { "plain" })?;
+    let group = Group::of_run(if how.cached { "disk" } else { "plain" })?;
     group.limit((limit_mib as u64) << 20)?;
     // Declared before the guests, so that it is dropped after them.
     let settings = match how.with_ksm.then(ksm_by_default).transpose() {
         Ok(settings) => settings,
         Err(error) => return Ok(Err(error.to_string())),
     };
-    let mut setup = Setup { memory_mib: SMALL_MIB, group: Some(group.path.clone()), ..Setup::default() };
+    let mut setup = Setup { memory_mib: SMALL_MIB, group: Some(group.0.clone()), ..Setup::default() };
     setup.accel = Some("tcg,tb-size=16".to_owned());
     let cache_mib = size.file_mib + size.file_mib / 16;
     let server = match how.cached {
         true => {
-            let (fingerprints, group) = (how.store.map(Path::to_owned), Some(group.path.clone()));
+            let (fingerprints, group) = (how.store.map(Path::to_owned), Some(group.0.clone()));
             Some(Server::start(scratch, Mount { cache_mib, fingerprints, group, ..Mount::cache(directory) })?)
         }
         false => None,
@@ -168,18 +162,17 @@ fn read_under_pressure(
         None => boot_all(boot, copies.iter().map(|copy| raw_drive(copy, "writeback")), &setup)?,
     };
     let pids: Vec<i32> = guests.iter().map(Guest::pid).chain(server.iter().map(Server::pid)).collect();
-    let swaps = || -> Result<(u64, u64), Failure> { Ok((vmstat("pswpin")? * 4096, vmstat("pswpout")? * 4096)) };
+    let swaps = || (vmstat("pswpin") * 4096, vmstat("pswpout") * 4096);
     let reads = || pids.iter().copied().map(process_reads).sum::<u64>();
-    let (swap_before, read_before, started) = (swaps()?, reads(), Instant::now());
+    let (swap_before, read_before, started) = (swaps(), reads(), Instant::now());
     for _ in 0..PASSES {
         same(&vm::all(&mut guests, "md5sum < /dev/vda")?)?;
     }
-    let (swap_after, seconds) = (swaps()?, started.elapsed().as_secs_f64());
+    let (swap_after, seconds) = (swaps(), started.elapsed().as_secs_f64());
     let swapped_in = swap_after.0 - swap_before.0;
     // Pages read from swap are not reads of an image.
     let read = (reads() - read_before).saturating_sub(swapped_in);
-    // Each version of groups has its own name for it.
-    let peak_bytes = group.number(&["memory.max_usage_in_bytes", "memory.peak"]).unwrap_or(0);
+    let peak_bytes: u64 = group.read(&["memory.max_usage_in_bytes", "memory.peak"]).trim().parse().unwrap_or(0);
     drop(guests);
     drop(server);
     drop(settings);

@@ -141,9 +141,8 @@ fn by_ksm(
 
 /// Bytes that a daemon saves net of its pool, and processor seconds of daemon and agents.
 fn totals(daemon: &Daemon) -> Result<(u64, f64), Failure> {
-    let status = daemon.status()?;
-    let number = |name: &str| status["totals"][name].as_u64().ok_or(format!("totals have no {name}"));
-    Ok((number("saved_bytes")?.saturating_sub(number("pool_bytes")?), number("cpu_ns")? as f64 / 1e9))
+    let totals = daemon.status()?.totals;
+    Ok((totals.deduplicated_bytes.saturating_sub(totals.pool_bytes), totals.cpu_ns as f64 / 1e9))
 }
 
 /// Guests and mount under `pagefold run`: the guests' own copies and the host's are one frame.
@@ -155,7 +154,7 @@ fn one_pool(
     size: &GuestSize,
     rows: &mut Vec<Value>,
 ) -> Result<(), Failure> {
-    let daemon = Daemon::start(&scratch.sub("daemon")?, &["--priority=normal", "--scan-interval", "500ms"])?;
+    let daemon = Daemon::start(&["--scan-interval", "500ms"])?;
     let under = daemon.run(&[]);
     let mount = Mount { cache_mib: size.cache_mib(), under: under.clone(), ..Mount::cache(directory) };
     let server = Server::start(scratch, mount)?;
