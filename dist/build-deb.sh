@@ -4,7 +4,8 @@
 #   dist/build-deb.sh --binary PATH --snapshotter PATH --forrest DIR --out DIR
 # Without a built snapshotter its package is left out. Needs dpkg-deb and the built program, which writes its own manual
 # pages and completions. With strip(1) at hand
-# debugging symbols are left out. DEBFULLNAME and DEBEMAIL name the maintainer; SOURCE_DATE_EPOCH makes the packages reproducible.
+# debugging symbols are left out. DEBFULLNAME and DEBEMAIL name the maintainer, HOMEPAGE the
+# home page; SOURCE_DATE_EPOCH makes the packages reproducible.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 built=${CARGO_TARGET_DIR:-$here/target}/release
@@ -15,7 +16,7 @@ while [ $# -gt 0 ]; do
     --snapshotter) snapshotter=${2:?a path} ;;
     --forrest) forrest=${2:?a directory} ;;
     --out) out=${2:?a directory} ;;
-    *) sed -n '2,7s/^# //p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,8s/^# //p' "$0" >&2; exit 2 ;;
     esac
     shift 2
 done
@@ -83,6 +84,7 @@ pack() {
         echo "Maintainer: $maintainer"
         echo "Section: $2"
         echo "Priority: optional"
+        if [ -n "${HOMEPAGE:-}" ]; then echo "Homepage: $HOMEPAGE"; fi
         echo "Installed-Size: $(du -k --apparent-size -s "$root" | cut -f1)"
         if [ -n "$3" ]; then echo "Depends: $3"; fi
         if [ -n "$4" ]; then echo "Recommends: $4"; fi
@@ -102,9 +104,9 @@ tool() {
     put 755 "$binary" $p/usr/bin/pagefold
     slim "$work/$p/usr/bin/pagefold"
     "$binary" man "$work/man"
-    for page in "$work"/man/*.1; do
-        gzip -9n "$page"
-        put 644 "$page.gz" "$p/usr/share/man/man1/$(basename "$page").gz"
+    (cd "$work/man" && find . -type f) | while read -r page; do
+        gzip -9n "$work/man/$page"
+        put 644 "$work/man/$page.gz" "$p/usr/share/man/$page.gz"
     done
     for shell in bash zsh fish; do "$binary" completions $shell > "$work/$shell"; done
     put 644 "$work/bash" $p/usr/share/bash-completion/completions/pagefold

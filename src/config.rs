@@ -17,6 +17,9 @@ use std::sync::OnceLock;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
+/// The file as it is shipped.
+pub(crate) const SHIPPED: &str = include_str!("../dist/pagefold.toml");
+
 /// The file of the whole machine.
 const SYSTEM: &str = "/etc/pagefold/pagefold.toml";
 
@@ -510,9 +513,6 @@ mod tests {
     use super::*;
     use clap::CommandFactory;
     use std::collections::BTreeMap;
-
-    /// The file as it is shipped.
-    const SHIPPED: &str = include_str!("../dist/pagefold.toml");
 
     fn command() -> Command {
         with_values(crate::Cli::command())

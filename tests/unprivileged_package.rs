@@ -81,6 +81,8 @@ fn packages_hold_the_expected_files() {
                 "/usr/bin/pagefold",
                 "/usr/share/man/man1/pagefold.1.gz",
                 "/usr/share/man/man1/pagefold-daemon.1.gz",
+                "/usr/share/man/man5/pagefold.toml.5.gz",
+                "/usr/share/man/man7/pagefold.7.gz",
                 "/usr/share/bash-completion/completions/pagefold",
                 "/usr/share/zsh/vendor-completions/_pagefold",
                 "/usr/share/fish/vendor_completions.d/pagefold.fish",
@@ -399,4 +401,54 @@ fn dpkg_installs_upgrades_and_purges_it() {
         "*forrest*",
     ]));
     assert_eq!(left, "", "left behind: {left}");
+}
+
+/// Licences under which code may be linked into a program under MIT or Apache-2.0.
+const LICENCES: [&str; 11] = [
+    "0BSD",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "BSL-1.0",
+    "bzip2-1.0.6",
+    "MIT",
+    "Unicode-3.0",
+    "Unlicense",
+    "Zlib",
+];
+
+/// True if one licence of each part of `expression` is among them.
+fn is_permitted(expression: &str) -> bool {
+    let one_of = |part: &str| part.trim_matches(['(', ')']).split(" OR ").any(|one| LICENCES.contains(&one.trim()));
+    expression.split(" AND ").all(|part| one_of(part.trim()))
+}
+
+#[test]
+fn what_is_linked_is_listed_and_its_licences_permit_it() {
+    assert!(is_permitted("(GPL-3.0 OR MIT) AND Zlib") && !is_permitted("MIT AND GPL-3.0") && !is_permitted("GPL-3.0"));
+    if installed("python3").is_none() {
+        return;
+    }
+    if !Command::new("python3").args(["-c", "import tomllib"]).output().is_ok_and(|output| output.status.success()) {
+        return skipped("this python3 reads no TOML (3.11 does)");
+    }
+    for name in ["pagefold", "pagefold-snapshotter"] {
+        let listed = ok(Command::new(source("dist/sbom.py")).arg(name).env("SOURCE_DATE_EPOCH", "1700000000"));
+        let listed: serde_json::Value = serde_json::from_str(&listed).expect("JSON");
+        assert_eq!(listed["metadata"]["component"]["name"], name);
+        assert_eq!(listed["metadata"]["timestamp"], "2023-11-14T22:13:20Z");
+        let components = listed["components"].as_array().expect("components");
+        assert!(components.iter().any(|one| one["name"] == "libc"), "{components:?}");
+        // Tests and benchmarks alone use these.
+        assert!(components.iter().all(|one| one["name"] != "proptest" && one["name"] != "pagefold-bench"));
+        for one in components {
+            let licence = one["licenses"][0]["expression"].as_str().expect("a licence");
+            assert!(is_permitted(licence), "{}: {licence}", one["name"]);
+            // What is not of this workspace comes from the registry, as it was when the lock file was made.
+            let is_ours =
+                licence == "MIT OR Apache-2.0" && one["version"] == listed["metadata"]["component"]["version"];
+            assert!(is_ours || one["hashes"][0]["content"].as_str().is_some_and(|sum| sum.len() == 64), "{one}");
+        }
+    }
 }

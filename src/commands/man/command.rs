@@ -1,35 +1,8 @@
-//! `pagefold man`: the manual pages, made from the same definitions as `--help`.
+//! The page of a command, made from the same definitions as `--help`.
 
-use crate::error::Error;
-use clap::{Arg, ArgAction, Command, CommandFactory};
-use std::path::{Path, PathBuf};
-use std::process::ExitCode;
-
-/// Write the manual pages into a directory
-#[derive(clap::Args)]
-#[command(after_help = "Examples:
-  pagefold man ~/.local/share/man/man1
-  pagefold man /tmp/man && man -l /tmp/man/pagefold-scan.1")]
-pub struct Args {
-    /// Directory for the pages; made if it is not there
-    dir: PathBuf,
-}
-
-/// Writes one page per command, and one for each command of a group.
-pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let cannot = |error: std::io::Error| format!("man: cannot write into {}: {error}", args.dir.display());
-    if args.dir == Path::new("-") {
-        return Err("man: writes one file per page and needs a directory; ./- is a directory of that name".into());
-    }
-    if args.dir.exists() && !args.dir.is_dir() {
-        return Err(format!("man: {} is not a directory", args.dir.display()).into());
-    }
-    std::fs::create_dir_all(&args.dir).map_err(cannot)?;
-    let mut command = crate::Cli::command().disable_help_subcommand(true);
-    command.build();
-    write(&command, &[], &args.dir).map_err(cannot)?;
-    Ok(ExitCode::SUCCESS)
-}
+use super::roff::{escaped, paragraphs};
+use clap::{Arg, ArgAction, Command};
+use std::path::Path;
 
 /// Where things lie, for the tool's own page.
 const FILES: &str = "\
@@ -55,7 +28,7 @@ const RELATED: &[&[&str]] = &[
 ];
 
 /// Writes the page of `command`, which lies below `above`, and those of the commands below it.
-fn write(command: &Command, above: &[&Command], dir: &Path) -> std::io::Result<()> {
+pub(super) fn write(command: &Command, above: &[&Command], dir: &Path) -> std::io::Result<()> {
     let path = [above, &[command]].concat();
     let members: Vec<&Command> = command.get_subcommands().filter(|below| !below.is_hide_set()).collect();
     for member in &members {
@@ -140,7 +113,9 @@ fn usage(arg: &Arg) -> String {
 
 /// The pages of the group that it belongs to, of what is near it, and the tool's own.
 fn see_also(command: &Command, above: &[&Command]) -> String {
-    let [root, ..] = above else { return String::new() };
+    let [root, ..] = above else {
+        return ".SH \"SEE ALSO\"\n.BR pagefold.toml (5),\n.BR pagefold (7)\n".to_owned();
+    };
     let mut pages: Vec<String> = above.iter().map(|above| page_name(above).to_owned()).collect();
     let mut add = |page: String| {
         if page != page_name(command) && !pages.contains(&page) {
@@ -187,38 +162,10 @@ fn sections(text: &str, more: Option<(&'static str, &str)>) -> String {
     page
 }
 
-/// Sentences fill the width of the page. Indented lines, of examples and tables, stay lines.
-fn paragraphs(body: &str) -> String {
-    let mut page = String::new();
-    let mut stays = false;
-    for line in body.lines().map(str::trim_end) {
-        let is_indented = line.starts_with(' ');
-        if is_indented != stays && !line.is_empty() {
-            page += if is_indented { ".nf\n" } else { ".fi\n" };
-            stays = is_indented;
-        }
-        page += &match line {
-            "" if stays => "\n".to_owned(),
-            "" => ".PP\n".to_owned(),
-            _ => format!("{}\n", escaped(line)),
-        };
-    }
-    if stays {
-        page += ".fi\n";
-    }
-    page
-}
-
-/// A line as roff shows it letter by letter.
-fn escaped(line: &str) -> String {
-    let plain = line.replace('\\', "\\e").replace('-', "\\-").replace('`', "\\(ga").replace('~', "\\(ti");
-    // A dot or quote in the first column would be a request.
-    if plain.starts_with(['.', '\'']) { format!("\\&{plain}") } else { plain }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::CommandFactory;
 
     #[test]
     fn paragraphs_become_sections() {
