@@ -37,12 +37,16 @@ pub struct Measured {
     pub busy_mib: f64,
     /// The same once what can leave has left.
     pub idle_mib: f64,
+    /// Memory that the host lacks then, for each: records of the kernel's included, and whatever else happened meanwhile.
+    pub host_idle_mib: f64,
     /// Processor time of all, while they wait, for each sandbox.
     pub idle_cpu_percent: f64,
     /// Time to the first reply of sandboxes one after the other, in milliseconds: median and longest.
     pub one: (f64, f64),
     /// The longest of several that are asked at once.
     pub at_once_max_ms: f64,
+    /// The median of sandboxes one after the other that have waited once more since their first reply, in milliseconds.
+    pub again_p50_ms: f64,
     /// The start and the work of all sandboxes, two at a time.
     pub work_s: f64,
     /// Every sandbox still holds its data.
@@ -128,6 +132,7 @@ impl Way {
 
     /// One round.
     pub fn measure(self, plan: Plan) -> Result<Measured, Failure> {
+        let before = lacking_mib();
         let engine = self.engine(plan)?;
         if engine.ksm.is_some() {
             ksm::write("run", 1)?;
@@ -148,7 +153,7 @@ impl Way {
         let busy_mib = each(engine.held_mib(&pids));
         std::thread::sleep(plan.settles);
         engine.take_idle_memory()?;
-        let idle_mib = each(engine.held_mib(&pids));
+        let (idle_mib, host_idle_mib) = (each(engine.held_mib(&pids)), each(lacking_mib() - before));
         let cpu = || pids.iter().filter_map(|pid| procfs::cpu_ns(*pid)).sum::<u64>();
         let (began, cpu_before) = (Instant::now(), cpu());
         std::thread::sleep(plan.waits);
@@ -163,13 +168,20 @@ impl Way {
         };
         let at_once = (plan.sandboxes / 2).min(AT_ONCE);
         let (several, singly) = sandboxes.split_at_mut(at_once);
-        let ask = |sandbox: &mut Instance| {
-            let began = Instant::now();
-            check(sandbox.ask("reply"));
-            began.elapsed().as_secs_f64() * 1000.0
+        let mut ask_singly = |sandboxes: &mut [Instance]| {
+            let ask = |sandbox: &mut Instance| {
+                let began = Instant::now();
+                check(sandbox.ask("reply"));
+                began.elapsed().as_secs_f64() * 1000.0
+            };
+            sandboxes.iter_mut().map(ask).collect::<Vec<f64>>()
         };
-        let times: Vec<f64> = singly.iter_mut().map(ask).collect();
+        let times = ask_singly(singly);
         let longest = times.iter().copied().fold(f64::NAN, f64::max);
+        // The policy sees that they have woken, and that they wait again.
+        std::thread::sleep(plan.waits);
+        engine.take_idle_memory()?;
+        let again_p50_ms = stats::median(ask_singly(singly));
         let began = Instant::now();
         several.iter_mut().for_each(|sandbox| check(sandbox.send("reply")));
         several.iter().for_each(|sandbox| check(sandbox.answer()));
@@ -178,9 +190,11 @@ impl Way {
         Ok(Measured {
             busy_mib,
             idle_mib,
+            host_idle_mib,
             idle_cpu_percent,
             one: (stats::median(times), longest),
             at_once_max_ms,
+            again_p50_ms,
             work_s,
             is_right,
         })
@@ -221,4 +235,14 @@ impl RunningEngine {
         }
         pids
     }
+}
+
+/// Memory that the host lacks, in MiB: the median of some looks.
+fn lacking_mib() -> f64 {
+    let look = |_| {
+        std::thread::sleep(Duration::from_millis(300));
+        let (available, total) = procfs::available_and_total();
+        (total - available) as f64 / f64::from(1 << 20)
+    };
+    stats::median((0..5).map(look))
 }
