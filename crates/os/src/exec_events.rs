@@ -13,11 +13,16 @@ const LISTEN: u32 = 1;
 /// `PROC_EVENT_EXEC`
 const EXEC: u32 = 2;
 
+/// Room for events that were not read yet, in bytes: some thousand.
+const BUFFER_LEN: i32 = 1 << 21;
+
 /// Bytes of a netlink header, and of a connector's.
 const NETLINK_LEN: usize = 16;
 const CONNECTOR_LEN: usize = 20;
 /// Bytes of an event before what depends on its kind: kind, processor, time.
 const EVENT_LEN: usize = 16;
+/// Bytes of a request: what is asked for, and the kinds of events (Linux 6.6).
+const REQUEST_LEN: usize = 8;
 
 /// A subscription to the kernel's process events.
 #[derive(Debug)]
@@ -46,6 +51,12 @@ impl ExecEvents {
             let len = size_of::<libc::sockaddr_nl>();
             syscall!(libc::SYS_bind, socket.raw(), core::ptr::from_ref(&address), len)
         }?;
+        // Without the privilege the room stays what it is: events that do not fit are told as lost.
+        // SAFETY: the value outlives the call.
+        let _ = unsafe {
+            let (room, len) = (core::ptr::from_ref(&BUFFER_LEN), size_of_val(&BUFFER_LEN));
+            syscall!(libc::SYS_setsockopt, socket.raw(), libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, room, len)
+        };
         let message = listen();
         // SAFETY: the message outlives the call, and goes to the kernel.
         retry(|| unsafe {
@@ -59,32 +70,36 @@ impl ExecEvents {
         let _ = crate::fd::poll(&mut [libc::pollfd { fd: self.socket.raw(), events: libc::POLLIN, revents: 0 }], ms);
     }
 
-    /// Adds the processes that have become another program since the last call to `pids`. Events that did not fit into the
-    /// socket's buffer meanwhile are lost.
-    pub fn read(&self, pids: &mut Vec<i32>) {
+    /// Adds the processes that have become another program since the last call to `pids`. Returns false if events were lost
+    /// meanwhile, for want of room: any process may be one.
+    pub fn read(&self, pids: &mut Vec<i32>) -> bool {
         let mut buffer = [0u8; 512];
+        let mut has_all = true;
         loop {
             match self.socket.read(&mut buffer) {
-                Ok(0) => return,
+                Ok(0) => return has_all,
                 Ok(got) => pids.extend(exec_of(&buffer[..got])),
-                Err(Errno(libc::ENOBUFS | libc::EINTR)) => {}
-                Err(_) => return,
+                Err(Errno(libc::ENOBUFS)) => has_all = false,
+                Err(Errno(libc::EINTR)) => {}
+                Err(_) => return has_all,
             }
         }
     }
 }
 
 /// The message that asks for events.
-fn listen() -> [u8; NETLINK_LEN + CONNECTOR_LEN + 4] {
-    let mut message = [0; NETLINK_LEN + CONNECTOR_LEN + 4];
+fn listen() -> [u8; NETLINK_LEN + CONNECTOR_LEN + REQUEST_LEN] {
+    let mut message = [0; NETLINK_LEN + CONNECTOR_LEN + REQUEST_LEN];
     let mut put = |at: usize, bytes: &[u8]| message[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, &((NETLINK_LEN + CONNECTOR_LEN + 4) as u32).to_ne_bytes());
+    put(0, &((NETLINK_LEN + CONNECTOR_LEN + REQUEST_LEN) as u32).to_ne_bytes());
     put(4, &(libc::NLMSG_DONE as u16).to_ne_bytes());
     put(NETLINK_LEN, &CN_IDX_PROC.to_ne_bytes());
     // The number of process events within the group is 1 as well.
     put(NETLINK_LEN + 4, &1u32.to_ne_bytes());
-    put(NETLINK_LEN + 16, &4u16.to_ne_bytes());
+    put(NETLINK_LEN + 16, &(REQUEST_LEN as u16).to_ne_bytes());
     put(NETLINK_LEN + CONNECTOR_LEN, &LISTEN.to_ne_bytes());
+    // Forks and ends, which are far more, do not take the room.
+    put(NETLINK_LEN + CONNECTOR_LEN + 4, &EXEC.to_ne_bytes());
     message
 }
 
@@ -114,10 +129,32 @@ mod tests {
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
         while !pids.contains(&pid) {
             assert!(std::time::Instant::now() < deadline, "{pids:?}");
-            events.read(&mut pids);
+            assert!(events.read(&mut pids), "there is room for some thousand");
             std::thread::yield_now();
         }
         assert!(!pids.contains(&(std::process::id() as i32)), "it only forked");
+    }
+
+    #[test]
+    fn events_that_found_no_room_are_told_as_lost() {
+        let events = match ExecEvents::open() {
+            Ok(events) => events,
+            Err(errno) => return std::eprintln!("SKIPPED: no process events for us: {errno}"),
+        };
+        let least = 1;
+        // SAFETY: the value outlives the call.
+        unsafe {
+            let (room, len) = (core::ptr::from_ref(&least), size_of_val(&least));
+            syscall!(libc::SYS_setsockopt, events.socket.raw(), libc::SOL_SOCKET, libc::SO_RCVBUF, room, len).unwrap();
+        }
+        // The kernel rounds the room up to a few events.
+        for _ in 0..50 {
+            std::process::Command::new("true").status().unwrap();
+        }
+        let mut pids = Vec::new();
+        assert!(!events.read(&mut pids), "{pids:?}");
+        assert!(pids.len() < 50, "{pids:?}");
+        assert!(events.read(&mut pids), "the loss is told once");
     }
 
     #[test]

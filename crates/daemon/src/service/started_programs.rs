@@ -42,7 +42,7 @@ struct Wish {
 pub(crate) fn follow(daemon: &Daemon) {
     // Without the privilege programs cannot be entered either.
     let Ok(events) = ExecEvents::open() else { return };
-    let mut programs = BTreeMap::new();
+    let mut programs: BTreeMap<i32, Program> = BTreeMap::new();
     let mut news = procfs::pids();
     while !daemon.is_stopping() {
         let now = Instant::now();
@@ -57,7 +57,12 @@ pub(crate) fn follow(daemon: &Daemon) {
         }
         // Together, for where one program starts others do.
         thread::sleep(LOOK);
-        events.read(&mut news);
+        if !events.read(&mut news) {
+            // Any process may have become another program meanwhile. Those that are waited for keep their turn.
+            let is_known = |pid| programs.get(&pid).is_some_and(|known| procfs::start_time(pid) == Some(known.started));
+            news = procfs::pids();
+            news.retain(|pid| !is_known(*pid));
+        }
     }
 }
 
