@@ -225,7 +225,8 @@ fn ksm() -> Finding {
                 .into(),
             Some(_) => {
                 "it rests; with it (echo 1 | sudo tee /sys/kernel/mm/ksm/run) scattered equal pages that status \
-                        shows as beyond the budget of mappings are merged too"
+                        shows as beyond the budget of mappings are merged too, across users, but for programs with \
+                        a --domain"
                     .into()
             }
         },
