@@ -6,10 +6,11 @@
 
 use pagefold_os::sched;
 
-/// Shortest pause between two lists.
+/// Shortest pause between two lists: of a program that changes, and of one at rest.
 const PAUSE_NS: u64 = 5_000_000_000;
-/// The pause is that many times as long as the processor time of the list before: of a program that changes, and of one at rest.
-const FACTOR_BUSY: u64 = 200;
+const PAUSE_AT_REST_NS: u64 = 60_000_000_000;
+/// The pause is that many times as long as the processor time of the list before.
+const FACTOR: u64 = 200;
 const FACTOR_AT_REST: u64 = 5000;
 
 /// What is known of the last list.
@@ -38,8 +39,11 @@ impl ListClock {
     }
 
     fn is_due_at(&mut self, now_ns: u64, faults: u64) -> bool {
-        let factor = if self.has_events || faults != self.faults { FACTOR_BUSY } else { FACTOR_AT_REST };
-        let is_due = now_ns - self.due_ns > PAUSE_NS.max(self.cost_ns.saturating_mul(factor));
+        let (least, factor) = match self.has_events || faults != self.faults {
+            true => (PAUSE_NS, FACTOR),
+            false => (PAUSE_AT_REST_NS, FACTOR_AT_REST),
+        };
+        let is_due = now_ns - self.due_ns > least.max(self.cost_ns.saturating_mul(factor));
         if is_due {
             *self = ListClock { due_ns: now_ns, faults, has_events: false, ..*self };
         }
@@ -72,13 +76,13 @@ mod tests {
     #[test]
     fn a_program_at_rest_is_listed_seldom() {
         let mut clock = ListClock { cost_ns: SECOND / 100, faults: 7, ..ListClock::default() };
-        assert!(!clock.is_due_at(6 * SECOND, 7) && !clock.is_due_at(50 * SECOND, 7));
-        assert!(clock.is_due_at(51 * SECOND, 7) && !clock.is_due_at(57 * SECOND, 7));
+        assert!(!clock.is_due_at(6 * SECOND, 7) && !clock.is_due_at(60 * SECOND, 7));
+        assert!(clock.is_due_at(61 * SECOND, 7) && !clock.is_due_at(67 * SECOND, 7));
         // Faults, and events without faults.
-        assert!(clock.is_due_at(57 * SECOND, 8) && !clock.is_due_at(63 * SECOND, 8));
+        assert!(clock.is_due_at(67 * SECOND, 8) && !clock.is_due_at(73 * SECOND, 8));
         clock.note_event();
-        assert!(!clock.is_due_at(58 * SECOND, 8));
-        assert!(clock.is_due_at(63 * SECOND, 8) && !clock.is_due_at(69 * SECOND, 8));
+        assert!(!clock.is_due_at(68 * SECOND, 8));
+        assert!(clock.is_due_at(73 * SECOND, 8) && !clock.is_due_at(79 * SECOND, 8));
     }
 
     #[test]

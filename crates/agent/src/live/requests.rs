@@ -26,7 +26,7 @@ use pagefold_protocol::message::{
 };
 
 /// How long the agent waits for requests before it looks whether the program changed its mappings or wants it to leave:
-/// while something happens, and after [`BUSY_NS`] without anything.
+/// while its mappings change, and after [`BUSY_NS`] without a change.
 const PAUSES_MS: [i32; 2] = [100, 500];
 const BUSY_NS: u64 = 3_000_000_000;
 
@@ -54,7 +54,8 @@ impl Agent {
             let ready = pagefold_os::fd::poll(&mut polls, pause_ms)?;
             let generation = SHARED.generation.load(Ordering::Acquire);
             self.counters().generation.store(generation, Ordering::Release);
-            if ready != 0 || generation != told {
+            // Requests wake this thread by themselves.
+            if generation != told {
                 (busy, told) = (now, generation);
             }
             if is_asked_to_leave() {
