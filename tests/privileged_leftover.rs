@@ -16,7 +16,7 @@ const AREA: u64 = 32 << 20;
 const MARKED: u64 = 2 << 20;
 const MIB: u64 = 1 << 20;
 /// Far fewer mappings than there are pages.
-const FEW_MAPPINGS: [&str; 4] = ["--vma-budget", "600", "--scan-interval", "100ms"];
+const FEW_MAPPINGS: [&str; 5] = ["--no-keeper", "--vma-budget", "600", "--scan-interval", "100ms"];
 
 /// KSM is one for the machine: its settings are put back when this is dropped.
 struct Ksm {
