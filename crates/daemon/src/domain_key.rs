@@ -7,3 +7,6 @@ pub(crate) type DomainKey = (u32, String);
 
 /// How long a domain without clients is kept: its index of page contents serves the clients that come next.
 pub(crate) const DOMAIN_IDLE: Duration = Duration::from_secs(60);
+
+/// The name of the domain of clients that name none.
+pub(crate) const UNNAMED_DOMAIN: &str = "default";

@@ -4,8 +4,8 @@
 //! nothing else. `prctl(PR_SET_MEMORY_MERGE)` would mark all of the program's memory, what comes later and in its children as well, and
 //! could not be undone where the program had asked for it itself.
 //!
-//! Each note of the table says whether the agent handed a range. KSM
-//! drops the write protection of a page that it merges. So the page counts as written, which costs one look. The agent's userfaultfd
+//! Each note of the table says whether the agent handed a range. KSM drops the write protection of a page that it merges. So the
+//! page counts as written, which costs one look. The agent's userfaultfd
 //! watches all that is handed: no other userfaultfd, which would miss a write then, can have it.
 
 use super::session::Agent;

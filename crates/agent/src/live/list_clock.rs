@@ -1,4 +1,4 @@
-//! When the mappings of a program are listed anew whose calls the agent does not see.
+//! When the agent lists the mappings of an attached program anew: it sees none of the program's calls.
 //!
 //! A list walks the page tables of the whole program. Memory that is new to it costs the program faults, so a program
 //! without faults and discards has little to list: locks, keys and advice on old memory. These are looked for seldom, and once more

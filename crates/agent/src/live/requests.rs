@@ -270,7 +270,7 @@ impl Agent {
         count
     }
 
-    /// Brings the table up to what the kernel says about memory whose calls we do not see.
+    /// Brings the table up to what the kernel says about the memory of an attached program: the agent sees none of its calls.
     fn refresh_attributes(&mut self) -> Result<()> {
         let held = self.lock_mappings();
         self.fill_what_was_discarded();

@@ -4,11 +4,8 @@
 //! settings. KSM knows no domains, so only clients of an unnamed domain are handed over.
 
 use crate::config::Leftover;
-use crate::domain_key::DomainKey;
+use crate::domain_key::{DomainKey, UNNAMED_DOMAIN};
 use pagefold_os::{Errno, ksm};
-
-/// The name of the domain of clients that name none.
-pub(crate) const UNNAMED_DOMAIN: &str = "default";
 
 /// What became of a client's leftover.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

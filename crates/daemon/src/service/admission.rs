@@ -3,10 +3,10 @@
 use crate::clients::connection::Connection;
 use crate::clients::domains::wake;
 use crate::clients::handshake::GreetError;
-use crate::clients::leftover::UNNAMED_DOMAIN;
 use crate::clients::merge_client::MergeClient;
 use crate::cold::handover::keeper::leave_children;
 use crate::cold::handshake;
+use crate::domain_key::UNNAMED_DOMAIN;
 use crate::memory_limits::{self, CLIENT_BYTES};
 use crate::service::daemon::Daemon;
 use pagefold_os::fd::Fd;

@@ -1,6 +1,7 @@
 //! Programs that were started to be clients, as their environment says, and into which the preloaded agent cannot load: static ones,
 //! and those of musl. The daemon enters them soon after their start, or `status` says why not.
 
+use crate::domain_key::UNNAMED_DOMAIN;
 use crate::service::attach::{Manage, TRIES_MAX, attach, is_client};
 use crate::service::daemon::Daemon;
 use pagefold_os::exec_events::ExecEvents;
@@ -106,7 +107,7 @@ fn wish_in(environment: &[u8], socket: &[u8]) -> Option<Wish> {
     if value(b"PAGEFOLD_SOCKET")? != socket || value(b"PAGEFOLD_COLD").is_some() || !preload.contains(AGENT) {
         return None;
     }
-    let domain = value(b"PAGEFOLD_DOMAIN").filter(|domain| !domain.is_empty()).unwrap_or(b"default");
+    let domain = value(b"PAGEFOLD_DOMAIN").filter(|domain| !domain.is_empty()).unwrap_or(UNNAMED_DOMAIN.as_bytes());
     let manage = if value(b"PAGEFOLD_MANAGE") == Some(b"all") { Manage::All } else { Manage::Marked };
     Some(Wish { domain: String::from_utf8(domain.to_vec()).ok()?, manage })
 }

@@ -8,7 +8,7 @@ use super::records::{ARENA, CLIENT, forget};
 use crate::cold::client::{Client, ClientDescriptors, Identity};
 use crate::cold::threads;
 use crate::cold::tiers::Tiers;
-use crate::domain_key::DomainKey;
+use crate::domain_key::{DomainKey, UNNAMED_DOMAIN};
 use pagefold_os::Errno;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -128,7 +128,7 @@ fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end
     let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
     let uid = words.next().and_then(|word| word.parse().ok());
     let (Some(id), Some(uid)) = (id, uid) else { return Err(void("its name is none")) };
-    let key: DomainKey = (uid, words.next().unwrap_or("default").to_owned());
+    let key: DomainKey = (uid, words.next().unwrap_or(UNNAMED_DOMAIN).to_owned());
     // A daemon that was killed a moment ago may still be dying.
     let dying_end = Instant::now() + Duration::from_secs(5);
     let (tier, _) = loop {
