@@ -393,7 +393,11 @@ fn attach_rules_of(value: &Spanned<DeValue<'_>>) -> Result<String, Wrong> {
             let key = format!("{ATTACH}.{}", name.get_ref());
             let text = plain(value.get_ref()).filter(|text| !text.contains([',', ';']));
             let Some(text) = text else {
-                return Err(Wrong::new(value.span(), key, "takes a string or number, without `,` and `;`"));
+                return Err(Wrong::new(
+                    value.span(),
+                    key,
+                    "takes a string, number, true or false, without `,` and `;`",
+                ));
             };
             conditions.push(format!("{}={text}", name.get_ref()));
         }
@@ -643,7 +647,7 @@ mod tests {
             ("attach = 1", "f:1: attach: is a list of tables: write [[attach]]"),
             ("[attach]\nexe = \"/bin/x\"", "f:1: attach: is a list of tables: write [[attach]]"),
             ("\n[[attach]]\nmin = 3\n", "f:2: attach: `min=3` would attach every program"),
-            ("[[attach]]\nexe = \"/a,b\"\n", "f:2: attach.exe: takes a string or number, without"),
+            ("[[attach]]\nexe = \"/a,b\"\n", "f:2: attach.exe: takes a string, number, true or false, without"),
             ("[[attach]]\nsize = 3\n", "f:1: attach: `size` is no key"),
             ("[daemon]\nscan_interval = \n", "f:2: no TOML: "),
             ("[daemon]\nscan_interval = 2\nscan_interval = 3\n", "f:3: no TOML: "),

@@ -248,6 +248,73 @@ fn forked_children_outlive_daemons() {
     host.verify();
 }
 
+fn attach_to(host: &Host, server: &Server, options: &[&str]) {
+    let pid = server.pid().to_string();
+    let arguments = [&["attach"], options, &[pid.as_str()]].concat();
+    let mut said = String::new();
+    let done = common::comes(120, || {
+        let output = host.tool(&arguments);
+        said = String::from_utf8_lossy(&output.stderr).into_owned();
+        output.status.success() || !said.contains("could be borrowed")
+    });
+    assert!(done && said.is_empty(), "{said}");
+}
+
+/// Evicts all memory of a program, or nearly: at that moment a page may be pinned, or a thread not stop in time.
+fn park(host: &Host, server: &Server, pages: u64) {
+    wait_for("the pages to go", 60, || {
+        let output = host.tool(&["park", &server.pid().to_string()]);
+        output.status.success() && host.number(server.pid(), "pages_out") >= pages
+    });
+}
+
+/// Attached for the tier alone, and attached to be merged: what is merged of the latter stays merged. All calls are bare, also where
+/// they meet evicted pages.
+#[test]
+fn attached_programs_are_parked_and_keep_every_byte() {
+    let Some(program) = program() else { return };
+    let mut host = Host::start(&["--cold-policy=manual"]);
+    let mut random = Random::by_clock();
+    for (threads, options) in [(0, &["--cold"][..]), (3, &["--cold"]), (0, &[]), (3, &[])] {
+        let mut server = start(program, threads);
+        let before = shape(server.pid());
+        attach_to(&host, &server, options);
+        for round in 0..4 {
+            server.check("write 2000");
+            park(&host, &server, 1000);
+            if round == 2 {
+                host.replace_daemon(&["--cold-policy=manual"]);
+            }
+            for _ in 0..6 {
+                work(&mut server, &mut random);
+            }
+            if round == 3 {
+                server.check("keep 2");
+                server.check("tell 1");
+            }
+            host.tool(&["unpark", &server.pid().to_string()]);
+            server.check("check 1");
+        }
+        server.check("end 0");
+        server.check("write 2000");
+        wait_for("its agent to be there", 60, || {
+            host.tool(&["park", &server.pid().to_string()]).status.success()
+                && host.number(server.pid(), "pages_out") > 0
+        });
+        let cold = host.cold(server.pid()).expect("a client of the tier");
+        assert_eq!(cold["attached"], true);
+        assert!(cold["stops"].as_u64() > Some(0), "{cold}");
+        // With pages out.
+        let output = host.tool(&["detach", &server.pid().to_string()]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(shape(server.pid()), before, "{options:?}");
+        for word in ["check 1", "discard 500", "fork 1", "move 5", "check 1"] {
+            server.check(word);
+        }
+        assert!(host.cold(server.pid()).is_none());
+    }
+}
+
 /// What runs already and what comes later; what an operator detaches stays detached.
 #[test]
 fn a_rule_attaches_what_it_names() {

@@ -163,6 +163,7 @@ fn the_specification_cites_existing_tests() {
 const NOT_METRICS: &[(&str, &str)] = &[
     ("pid", "a label, or the identity of a process"),
     ("uid", "a label"),
+    ("stop_ns_max", "the longest ever: a collector has the times in all"),
     ("pages_total", "progress of one `verify`, which its caller watches"),
     ("clients", "live clients: a series for each counter and process would flood a collector; domains have the sums"),
 ];

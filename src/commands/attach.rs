@@ -17,9 +17,10 @@ Examples:
   sudo pagefold attach $(pidof qemu-system-x86_64)
   sudo pagefold attach --exe '/usr/bin/qemu-*'
   sudo pagefold attach --cgroup machine.slice --domain guests
+  sudo pagefold attach --cold --exe /usr/lib/jvm/*/bin/java
 
 One thread of the program stands still for a moment, starts the agent's thread, and goes on. Later the
-program's threads stand still together whenever pages are merged. The daemon needs CAP_SYS_PTRACE, as
+program's threads stand still together whenever pages are merged or evicted. The daemon needs CAP_SYS_PTRACE, as
 root's has, to follow the program's forks. pagefold detach undoes it.")]
 pub struct Attach {
     #[command(flatten)]
@@ -27,6 +28,9 @@ pub struct Attach {
     /// Name of the domain: programs of one user and one domain may share pages
     #[arg(long, value_name = "NAME", default_value = "default")]
     domain: String,
+    /// Evict idle pages to the cold tier instead of merging
+    #[arg(long)]
+    cold: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -107,7 +111,7 @@ pub fn attach(args: Attach) -> Result<ExitCode, Error> {
         daemon_client::ensure_daemon(&socket, None)?;
     }
     let (still, code) = for_each(&pids, |pid| {
-        let request = Request::Attach { pid: *pid, domain: args.domain.clone() };
+        let request = Request::Attach { pid: *pid, domain: args.domain.clone(), cold: args.cold };
         match daemon_client::ask(&socket, &request)? {
             Answer::Attached { still_ns } => Ok(still_ns),
             other => Err(format!("the daemon answered {other:?}").into()),

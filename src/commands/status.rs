@@ -336,14 +336,17 @@ fn render_not_merged(out: &mut String, status: &Status) {
 
 /// Which clients ran before they became clients, and what stops cost them.
 fn render_attached(out: &mut String, status: &Status) {
-    for client in status.clients.iter().filter(|client| client.attached) {
+    let merged = status.clients.iter().filter(|client| client.attached);
+    let merged = merged.map(|client| (client.pid, client.stops, client.stop_ns, client.stop_ns_max, ""));
+    let cold = status.cold.clients.iter().filter(|client| client.attached);
+    let cold = cold.map(|client| (client.pid, client.stops, client.stop_ns, client.stop_ns_max, " for the cold tier"));
+    for (pid, stops, ns, ns_max, why) in merged.chain(cold) {
         let _ = writeln!(
             out,
-            "{} attached; its threads stopped {}, {} in all, at most {}",
-            client.pid,
-            units::show_counted(client.stops, "time", "times"),
-            units::show_duration(Duration::from_nanos(client.stop_ns)),
-            units::show_duration(Duration::from_nanos(client.stop_ns_max)),
+            "{pid} attached; its threads stopped {}{why}, {} in all, at most {}",
+            units::show_counted(stops, "time", "times"),
+            units::show_duration(Duration::from_nanos(ns)),
+            units::show_duration(Duration::from_nanos(ns_max)),
         );
     }
 }

@@ -2,6 +2,7 @@
 //! other end taken and has the userfaultfd enabled (`crates/entry` is the other side).
 
 use crate::attached::{give, keep_page};
+use crate::cold;
 use crate::owned_ranges::{self, Owned};
 use crate::runtime::thread::begin_thread;
 use crate::state::SHARED;
@@ -97,6 +98,11 @@ fn begin(page: &EntryPage) -> Result<()> {
     if !SHARED.configure(path, &page.domain[..domain_len], page.all == 1) {
         return Err(Errno(libc::EALREADY));
     }
-    give(requests, hold);
+    let [tolerance_ppm, tier_max] = page.cold_options;
+    cold::TOLERANCE_PPM.store(tolerance_ppm, Ordering::Relaxed);
+    cold::TIER_MAX.store(tier_max, Ordering::Relaxed);
+    cold::COLD.store(page.cold == 1, Ordering::Relaxed);
+    // The tier's has other features, and the daemon enables it with the greeting.
+    give(requests, Some(hold).filter(|_| page.cold == 0));
     Ok(())
 }

@@ -26,6 +26,9 @@ pub mod mapping_lock;
 mod address_space;
 #[cfg(all(feature = "attached", not(loom)))]
 mod attached;
+#[cfg(all(not(feature = "attached"), not(loom)))]
+#[path = "unattached.rs"]
+mod attached;
 #[cfg(all(not(any(feature = "preload", feature = "attached")), not(loom)))]
 pub mod client;
 #[cfg(not(loom))]

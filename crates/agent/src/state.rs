@@ -117,6 +117,11 @@ impl Shared {
         unsafe { Tables { _held: held, table: &mut *GUARDED.table.get(), merged: &mut *GUARDED.merged.get() } }
     }
 
+    /// The agent ends for good, unless a thread has asked it to leave meanwhile: that comes first.
+    pub(crate) fn give_up(&self) {
+        let _ = self.phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
+    }
+
     /// Tells the daemon, at its next look, that the managed ranges changed.
     pub fn changed(&self) {
         self.generation.fetch_add(1, Ordering::Release);

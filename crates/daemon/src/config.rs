@@ -11,6 +11,8 @@ pub struct AttachRule {
     pub programs: ProgramFilter,
     /// Name of their domain.
     pub domain: String,
+    /// Their idle memory is evicted to the cold tier instead of being merged.
+    pub cold: bool,
 }
 
 /// What merges the memory that the budget of mappings keeps private.

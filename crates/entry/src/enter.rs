@@ -62,6 +62,17 @@ pub struct Settings<'a> {
     pub domain: &'a str,
     /// All large private memory is managed, not only what the program marks as mergeable.
     pub all: bool,
+    /// Idle memory is evicted to the cold tier instead of being merged.
+    pub cold: Option<ColdOptions>,
+}
+
+/// What a client of the cold tier asks for; zeros stand for the daemon's defaults.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ColdOptions {
+    /// Share of run time that may be lost to refaults, in millionths.
+    pub tolerance_ppm: u64,
+    /// Limit of the domain's tier in bytes, if this client is its first.
+    pub tier_max: u64,
 }
 
 /// An agent in a program, before its greeting.
@@ -508,6 +519,10 @@ fn begin(plan: &Plan<'_>, settings: &Settings<'_>, borrowed: &Borrowed, memory: 
     let both = |words: [u64; 2]| words.map(u64::to_ne_bytes).concat();
     put(offset_of!(EntryPage, socket_len), &(settings.socket.len() as u32).to_ne_bytes())?;
     put(offset_of!(EntryPage, all), &u32::from(settings.all).to_ne_bytes())?;
+    if let Some(cold) = settings.cold {
+        put(offset_of!(EntryPage, cold), &1u32.to_ne_bytes())?;
+        put(offset_of!(EntryPage, cold_options), &both([cold.tolerance_ppm, cold.tier_max]))?;
+    }
     put(offset_of!(EntryPage, image), &both([layout.range.start, layout.range.len()]))?;
     put(offset_of!(EntryPage, stack), &both([layout.stack, layout.range.end]))?;
     put(offset_of!(EntryPage, leave_at), &borrow::leave_at(borrowed.code).to_ne_bytes())?;

@@ -50,6 +50,10 @@ pub struct EntryPage {
     pub socket_len: u32,
     /// 1 if all large private memory is managed, 0 if only what the program marks as mergeable.
     pub all: u32,
+    /// 1 if idle memory is evicted to the cold tier, 0 if equal pages are merged.
+    pub cold: u32,
+    /// Refault budget in millionths, and limit of the tier in bytes, for [`cold`](Self::cold); 0 for the daemon's default.
+    pub cold_options: [u64; 2],
     /// Where everything of ours begins, and how long it is, stack and this page included.
     pub image: [u64; 2],
     /// Where the agent's first stack begins, and where it ends.

@@ -70,7 +70,7 @@ impl OwnDaemon {
     fn attach(&self, crew: &Crew) -> Result<Duration, Error> {
         let mut longest = 0;
         for pid in crew.pids() {
-            match daemon_client::ask(&self.socket, &Request::Attach { pid, domain: DOMAIN.to_owned() })? {
+            match daemon_client::ask(&self.socket, &Request::Attach { pid, domain: DOMAIN.to_owned(), cold: false })? {
                 Answer::Attached { still_ns } => longest = longest.max(still_ns),
                 _ => return Err("the daemon answered something else".into()),
             }

@@ -4,6 +4,7 @@ pub(crate) mod anonymous;
 pub(crate) mod discarded_ranges;
 pub(crate) mod glibc_arenas;
 pub(crate) mod heap;
+pub(crate) mod list_clock;
 pub(crate) mod maps;
 pub(crate) mod prefault;
 pub(crate) mod regions;

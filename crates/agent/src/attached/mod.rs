@@ -71,11 +71,14 @@ static LEAVE_AT: AtomicU64 = AtomicU64::new(0);
 pub(crate) fn leave() -> ! {
     let image = owned_ranges::range_of(Owned::Image);
     // All else was unmapped by its owner, and may be the program's by now. The nursery lies between two inaccessible pages.
-    let nursery = owned_ranges::range_of(Owned::Nursery);
-    if !nursery.is_empty() {
-        let page = PAGE_SIZE as u64;
-        // SAFETY: the range is the agent's, and this is its last thread.
-        let _ = unsafe { mem::unmap(nursery.start - page, nursery.len() + 2 * page) };
+    for (owned, beside) in
+        [(Owned::Nursery, PAGE_SIZE as u64), (Owned::LoanStack, 0), (Owned::FaultInStack, 0), (Owned::ColdWakeup, 0)]
+    {
+        let range = owned_ranges::range_of(owned);
+        if !range.is_empty() {
+            // SAFETY: the range is the agent's, and this is its last thread.
+            let _ = unsafe { mem::unmap(range.start - beside, range.len() + 2 * beside) };
+        }
     }
     // The kernel would clear the word after the page is unmapped, and perhaps mapped anew.
     // SAFETY: the kernel forgets an address.
@@ -98,9 +101,8 @@ pub(crate) fn keep_page(page: &'static EntryPage) {
     PAGE.store(core::ptr::from_ref(page) as u64, Ordering::Relaxed);
 }
 
-/// Leaves socket and userfaultfd for the first connection.
-pub(crate) fn give(requests: Fd, hold: Uffd) {
+/// Leaves the socket for the first connection, and for live merging the userfaultfd.
+pub(crate) fn give(requests: Fd, hold: Option<Uffd>) {
     GIVEN_SOCKET.store(requests.into_raw(), Ordering::Release);
-    GIVEN_HOLD.store(hold.fd().raw(), Ordering::Release);
-    core::mem::forget(hold);
+    GIVEN_HOLD.store(hold.map_or(-1, |hold| hold.into_fd().into_raw()), Ordering::Release);
 }

@@ -4,7 +4,9 @@
 
 use super::leave::restore_discards;
 use super::session::{ColdSession, Connection, RESIDENCY, TIER_MAX, TOLERANCE_PPM, WAKEUP};
+use crate::address_space::list_clock::ListClock;
 use crate::address_space::maps::Maps;
+use crate::attached;
 use crate::owned_ranges::{self, Owned, OwnedMapping};
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, is_lasting, wait_for_answer};
 use crate::state::{is_lent, read_settings};
@@ -33,7 +35,8 @@ impl From<Errno> for Failure {
 }
 
 pub(super) fn connect(cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
-    greet(sock::connect_within(read_settings().0, ACCEPT_MS)?, cold, phase)
+    let socket = attached::take_socket().map_or_else(|| sock::connect_within(read_settings().0, ACCEPT_MS), Ok)?;
+    greet(socket, cold, phase)
 }
 
 /// Greets the daemon at `socket`; makes what is missing.
@@ -43,8 +46,9 @@ fn greet(socket: Fd, cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core:
     if is_lent() {
         hello.a |= message::HELLO_LENT;
     }
-    hello.b = TOLERANCE_PPM.load(Ordering::Relaxed);
-    hello.count = TIER_MAX.load(Ordering::Relaxed);
+    let options = [&TOLERANCE_PPM, &TIER_MAX].map(|option| option.load(Ordering::Relaxed));
+    [hello.b, hello.count] = options;
+    attached::describe_entry(&mut hello);
     hello.text = *read_settings().1;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, ANSWER_MS)?;
@@ -70,7 +74,8 @@ fn greet(socket: Fd, cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core:
     let cold = cold.as_mut().ok_or(Errno(libc::EPROTO))?;
     // Of which an earlier daemon has heard.
     let b = sched::thread_cpu_ns();
-    let ready = Packet { a: u64::from(cold.bare), b, ..Packet::new(Op::Ready) };
+    let [sequence, count] = options;
+    let ready = Packet { a: u64::from(cold.bare), b, sequence, count, ..Packet::new(Op::Ready) };
     sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.residency_fd.raw()])?;
     let go = wait_for_answer(&socket, phase, -1, || ()).and_then(|()| receive(&socket, Op::ColdStart));
     let go = go.map_err(Failure::from).and_then(|(go, _)| match go.status {
@@ -125,7 +130,17 @@ fn make(device: Option<&Fd>) -> Result<ColdSession> {
     // SAFETY: the call takes no arguments.
     let pid = unsafe { syscall!(libc::SYS_getpid) }.unwrap_or(0);
     residency.head().pid.store(pid as u32, Ordering::Relaxed);
-    Ok(ColdSession { maps, pagemap, hold, bare: true, mover: None, freeze_area: None, residency_fd, residency })
+    Ok(ColdSession {
+        maps,
+        pagemap,
+        hold,
+        bare: true,
+        mover: None,
+        freeze_area: None,
+        list_clock: ListClock::default(),
+        residency_fd,
+        residency,
+    })
 }
 
 #[cfg(test)]

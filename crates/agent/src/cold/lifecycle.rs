@@ -8,6 +8,7 @@ use super::daemon_liveness::DaemonLiveness;
 use super::fault_in::dismiss_standby;
 use super::handshake::connect;
 use super::loan::ask_end_of_loan;
+use super::requests::end_if_asked;
 use super::session::ColdSession;
 use crate::runtime::connection::REFUSED_MS;
 use crate::runtime::housekeeping::exit_if_alone;
@@ -47,10 +48,9 @@ extern "C" fn second_main() -> ! {
     exit_thread()
 }
 
-/// Body of a cold client's only thread; never returns.
-pub(crate) fn run() -> ! {
+/// Body of a cold client's only thread.
+pub(crate) fn run() {
     serve_while(&SHARED.phase);
-    exit_thread()
 }
 
 /// Serves daemons for as long as `phase` is 1, then brings everything back.
@@ -82,6 +82,7 @@ fn serve_while(phase: &AtomicU32) {
             }
         }
         exit_if_alone();
+        end_if_asked();
         if goes_on() {
             let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
         }

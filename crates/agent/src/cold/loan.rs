@@ -8,9 +8,9 @@
 
 #[cfg(feature = "preload")]
 use super::session::{COLD, WAKEUP};
-use crate::state::LOAN;
+use crate::state::{LOAN, LOAN_THREAD};
 #[cfg(feature = "preload")]
-use crate::state::{LOAN_THREAD, SHARED, is_lent};
+use crate::state::{SHARED, is_lent};
 use core::sync::atomic::Ordering;
 
 /// Asks for the memory back; the generation changes when it is.
@@ -18,14 +18,19 @@ pub(crate) fn ask_end_of_loan() {
     let _ = LOAN.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire);
 }
 
-/// Asks for the memory back and waits until it is.
-#[cfg(feature = "preload")]
-pub(crate) fn end_loan() {
+/// Asks for the memory back and waits until it is; calls `serve` meanwhile.
+pub(crate) fn end_loan(mut serve: impl FnMut()) {
     ask_end_of_loan();
+    // Not the thread of live merging, which alone calls this in an attached program: the thread of the loan may be waiting for it, and
+    // looks twice a second by itself.
+    #[cfg(feature = "preload")]
     if !LOAN_THREAD.is_gone() {
         WAKEUP.wake();
     }
-    LOAN_THREAD.wait();
+    while !LOAN_THREAD.is_gone() {
+        serve();
+        LOAN_THREAD.wait_a_moment();
+    }
 }
 
 /// No thread may be started from now on, so this starts the thread that faults everything in when the agent leaves.

@@ -34,9 +34,9 @@ pub(crate) use fault_in::read_in;
 #[cfg(feature = "preload")]
 pub(crate) use interpose::{after_fork_child, before_fork, before_leaving, before_move, discarding, hint};
 pub(crate) use lifecycle::{lend, run};
-pub(crate) use loan::ask_end_of_loan;
 #[cfg(feature = "preload")]
-pub(crate) use loan::{end_loan, start_standby};
+pub(crate) use loan::start_standby;
+pub(crate) use loan::{ask_end_of_loan, end_loan};
 #[cfg(feature = "preload")]
 pub(crate) use session::WAKEUP;
 pub(crate) use session::is_evicted;

@@ -1,14 +1,24 @@
 //! What the daemon asks of a cold client, one request at a time.
 
 use super::loan::ask_end_of_loan;
-use super::session::{ColdSession, Connection};
+use super::session::{COLD, ColdSession, Connection};
 use crate::address_space::regions::list_anonymous;
+use crate::address_space::vm_flags;
+use crate::attached;
 use crate::runtime::housekeeping::housekeep;
-use crate::state::COLD_AGENT;
+use crate::state::{ATTACHED, COLD_AGENT, SHARED};
 use core::sync::atomic::{AtomicU32, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, sched, sock, uffd};
 use pagefold_protocol::message::{LIST_MAX, Op, Packet};
+
+/// The thread that manages all memory of an attached program ends if the daemon has told it to leave. The thread of a loan is told by
+/// the other one.
+pub(super) fn end_if_asked() {
+    if COLD.load(Ordering::Relaxed) && attached::is_asked_to_leave() {
+        SHARED.give_up();
+    }
+}
 
 impl ColdSession {
     /// Answers requests until the daemon is gone or we are asked to leave.
@@ -27,6 +37,7 @@ impl ColdSession {
             if polls[1].revents != 0 {
                 self.drain_wakeups();
             }
+            end_if_asked();
             if !goes_on() {
                 return Ok(());
             }
@@ -51,6 +62,12 @@ impl ColdSession {
         }
     }
 
+    /// Brings the table up to what the kernel says about the memory of an attached program: the agent sees none of its calls.
+    fn refresh_attributes(&mut self) -> Result<()> {
+        let held = SHARED.mapping_lock.lock(COLD_AGENT);
+        self.list_clock.measure(|| vm_flags::refresh(SHARED.tables(&held).table))
+    }
+
     fn answer(&mut self, request: &Packet, connection: &Connection) -> Result<usize> {
         let count = (request.count as usize).min(LIST_MAX);
         const REGIONS: u32 = Op::Regions as u32;
@@ -59,7 +76,12 @@ impl ColdSession {
         const DROP: u32 = Op::ColdEvict as u32;
         const RELEASE: u32 = Op::ColdUnregister as u32;
         match request.op {
-            REGIONS => list_anonymous(&self.maps, &connection.channel, request.b),
+            REGIONS => {
+                if ATTACHED && request.b == 0 && self.list_clock.is_due() {
+                    self.refresh_attributes()?;
+                }
+                list_anonymous(&self.maps, &connection.channel, request.b)
+            }
             WATCH => {
                 for index in 0..count {
                     let range: Range = connection.channel.request(index);
@@ -69,7 +91,12 @@ impl ColdSession {
                 Ok(count)
             }
             COPY => self.copy(connection, count, request.a as usize),
-            DROP => self.evict_pages(connection, count, request.a),
+            DROP => {
+                if ATTACHED && self.list_clock.is_old() {
+                    self.refresh_attributes()?;
+                }
+                self.evict_pages(connection, count, request.a)
+            }
             RELEASE => {
                 for index in 0..count {
                     let range: Range = connection.channel.request(index);

@@ -1,5 +1,6 @@
 //! What the thread of a cold client keeps over all its connections, and what the program's threads ask of it.
 
+use crate::address_space::list_clock::ListClock;
 use crate::address_space::maps::Maps;
 use crate::owned_ranges::{Owned, OwnedMapping};
 use crate::runtime::wakeup::Wakeup;
@@ -43,6 +44,8 @@ pub(super) struct ColdSession {
     /// Holds the freeze area, where no thread ever waits, and the wakeup page.
     pub(super) mover: Option<Uffd>,
     pub(super) freeze_area: Option<OwnedMapping>,
+    /// When the mappings are listed anew where the program's calls are not seen.
+    pub(super) list_clock: ListClock,
     pub(super) residency_fd: Fd,
     pub(super) residency: ResidencyMap,
 }

@@ -5,11 +5,12 @@
 //! on or keeps it. Everything that can fail comes before `hold` is taken over.
 
 use super::freeze_area::FreezeArea;
-use super::list_clock::ListClock;
 use super::session::{Agent, WAKEUP};
 use crate::address_space::heap::HeapEnd;
+use crate::address_space::list_clock::ListClock;
 use crate::address_space::maps::Maps;
 use crate::address_space::rss_watch::RssWatch;
+use crate::attached;
 use crate::owned_ranges::hide;
 use crate::runtime::affinity::Affinity;
 use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
@@ -31,8 +32,8 @@ pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     let began = sched::monotonic_ns();
     exit_if_alone();
     while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
-        if is_asked_to_leave() {
-            return give_up();
+        if attached::is_asked_to_leave() {
+            return SHARED.give_up();
         }
         let Some(agent) = left else {
             let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
@@ -75,48 +76,18 @@ fn open_files() -> Result<(Fd, Maps)> {
     Ok((Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?, Maps::open()?))
 }
 
-/// What the entry into a running program left for the first connection.
-#[cfg(feature = "attached")]
-pub(super) use crate::attached::is_asked_to_leave;
-#[cfg(feature = "attached")]
-use crate::attached::{begin_children, new_socket_for_children, take_hold as given_hold, take_socket as given_socket};
-
-#[cfg(not(feature = "attached"))]
-const fn new_socket_for_children() -> Result<Option<(Fd, Fd)>> {
-    Ok(None)
-}
-
-#[cfg(not(feature = "attached"))]
-fn begin_children(_: Fd) {}
-
-#[cfg(not(feature = "attached"))]
-pub(super) const fn is_asked_to_leave() -> bool {
-    false
-}
-
-#[cfg(not(feature = "attached"))]
-const fn given_socket() -> Option<Fd> {
-    None
-}
-
-#[cfg(not(feature = "attached"))]
-const fn given_hold() -> Option<Uffd> {
-    None
-}
-
 /// Greets the daemon and sets everything up; the socket is the daemon's.
 ///
 /// `left` is what an earlier connection left: its hold is taken over, for merged ranges hang on it.
 pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     let (path, domain) = read_settings();
-    let socket = given_socket().map_or_else(|| sock::connect_within(path, ACCEPT_MS), Ok)?;
+    let socket = attached::take_socket().map_or_else(|| sock::connect_within(path, ACCEPT_MS), Ok)?;
     let mut hello = Packet::new(Op::Hello);
     hello.a = if SHARED.all.load(Ordering::Relaxed) { message::HELLO_ALL } else { 0 };
     if SHARED.forked.load(Ordering::Relaxed) {
         hello.a |= message::HELLO_FORKED;
     }
-    #[cfg(feature = "attached")]
-    crate::attached::describe_entry(&mut hello);
+    attached::describe_entry(&mut hello);
     let away = is_lent();
     if away {
         hello.a |= message::HELLO_LENT;
@@ -124,7 +95,7 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     hello.text = *domain;
     let files = open_files()?;
     sock::set_timeout(&socket, ANSWER_MS)?;
-    let children = new_socket_for_children()?;
+    let children = attached::new_socket_for_children()?;
     send_hello(&socket, &hello, &files.0, children.as_ref().map(|(_, theirs)| theirs))?;
     let hold = left.as_ref().map_or(-1, |agent| agent.hold.fd().raw());
     wait_for_answer(&socket, &SHARED.phase, hold, || left.iter().for_each(Agent::serve_alone))?;
@@ -144,7 +115,7 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
             }
             // The daemon has passed on the other end before it sent its welcome.
             if let Some((ours, _)) = children {
-                begin_children(ours);
+                attached::begin_children(ours);
             }
             Ok((agent, socket))
         }
@@ -152,18 +123,13 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
             let told = send_unable(&socket, errno);
             drop(socket);
             if left.is_none() && is_lasting(errno) {
-                give_up();
+                SHARED.give_up();
             } else {
                 wait_or_leave(left.as_ref(), REFUSED_MS);
             }
             told.and(Err(errno))
         }
     }
-}
-
-/// The agent ends for good, unless a thread has asked it to leave meanwhile: that comes first.
-pub(super) fn give_up() {
-    let _ = SHARED.phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
 }
 
 fn set_up(
@@ -174,7 +140,7 @@ fn set_up(
 ) -> Result<Agent> {
     hide(channel.mapping());
     let watch = Uffd::new(device, WATCH_FEATURES)?;
-    let make = || given_hold().map_or_else(|| Uffd::new(device, HOLD_FEATURES), Ok);
+    let make = || attached::take_hold().map_or_else(|| Uffd::new(device, HOLD_FEATURES), Ok);
     let new = if left.is_none() { Some(make()?) } else { None };
     let quiet = if ATTACHED { Some(Uffd::new(device, HOLD_FEATURES & !uffd::FEATURE_EVENT_REMOVE)?) } else { None };
     let freeze_area = FreezeArea::new(&watch)?;

@@ -10,6 +10,7 @@ use super::leftover::take_back;
 use super::session::Agent;
 #[cfg(feature = "preload")]
 use super::session::WAKEUP;
+use crate::attached;
 use crate::cold;
 use crate::runtime::affinity;
 use crate::runtime::thread::{begin_thread, exit_thread};
@@ -73,7 +74,7 @@ pub(crate) fn wait_begun() {
 #[cfg(feature = "preload")]
 pub(crate) fn stop(final_phase: u32) {
     // What is lent comes back first.
-    cold::end_loan();
+    cold::end_loan(|| ());
     ask_to_leave();
     // Whichever the thread waits for.
     WAKEUP.wake();
@@ -142,6 +143,7 @@ extern "C" fn thread_main() -> ! {
 /// The agent's thread in a program that it entered; it has its descriptors already.
 #[cfg(feature = "attached")]
 pub(crate) fn entered() -> ! {
+    SHARED.thread.adopt();
     SHARED.phase.store(1, Ordering::Release);
     run()
 }
@@ -158,6 +160,7 @@ fn run() -> ! {
     }
     if cold::COLD.load(Ordering::Relaxed) {
         cold::run();
+        attached::leave();
     }
     // The daemon shall not see us go before all is given back.
     let mut socket = None;
@@ -177,6 +180,10 @@ fn run() -> ! {
     }
     // Threads that have woken this one need not wait for the work that follows.
     left.iter().for_each(Agent::serve_alone);
+    if ATTACHED {
+        // The thread of a loan runs in the memory that this one is about to unmap, and may wait for an answer of this one.
+        cold::end_loan(|| left.iter().for_each(Agent::serve_alone));
+    }
     if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
         // An agent that is asked to leave before it began unshares merged memory all the same, whether there is a daemon or not.
         if MAY_START.load(Ordering::Acquire) {
@@ -199,10 +206,7 @@ fn run() -> ! {
     // And what attributes are owed for that.
     left.iter().for_each(|agent| drop(agent.lock_mappings()));
     drop((left, socket));
-    #[cfg(feature = "attached")]
-    crate::attached::leave();
-    #[cfg(not(feature = "attached"))]
-    exit_thread()
+    attached::leave()
 }
 
 impl Agent {

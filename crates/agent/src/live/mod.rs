@@ -16,7 +16,6 @@ mod freeze_area;
 mod handshake;
 mod leftover;
 mod lifecycle;
-mod list_clock;
 mod remap;
 mod remap_huge;
 mod requests;

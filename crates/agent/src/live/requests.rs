@@ -5,10 +5,10 @@
 //! a fault in the program. Between two requests the events of merged memory are answered, with the mapping lock held.
 
 use super::events::serve_events;
-use super::handshake::{give_up, is_asked_to_leave};
 use super::session::{Agent, PAGE, Segment};
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::regions::{Listed, list};
+use crate::attached;
 use crate::cold;
 use crate::live::remap_huge::pieces_of_one;
 use crate::owned_ranges::hide;
@@ -58,8 +58,8 @@ impl Agent {
             if generation != told {
                 (busy, told) = (now, generation);
             }
-            if is_asked_to_leave() {
-                give_up();
+            if attached::is_asked_to_leave() {
+                SHARED.give_up();
                 return Ok(());
             }
             // A loan that ended by itself: the daemon learns it from the next greeting.
@@ -87,7 +87,7 @@ impl Agent {
             }
             let mut answer = Packet { status: 0, count: 0, ..request };
             if request.op == Op::Leave as u32 {
-                give_up();
+                SHARED.give_up();
                 return sock::send(socket, answer.bytes(), &[]);
             }
             match self.answer(&request, &mut fds) {

@@ -1,11 +1,11 @@
 //! What the thread of live merging keeps over a connection, and what the steps of a merge ask of it.
 
 use super::freeze_area::FreezeArea;
-use super::list_clock::ListClock;
 use crate::address_space::anonymous::keep_attributes;
 use crate::address_space::discarded_ranges;
 use crate::address_space::glibc_arenas;
 use crate::address_space::heap::HeapEnd;
+use crate::address_space::list_clock::ListClock;
 use crate::address_space::maps::Maps;
 use crate::address_space::regions::is_left_alone;
 use crate::address_space::rss_watch::RssWatch;

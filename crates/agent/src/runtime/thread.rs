@@ -74,6 +74,13 @@ impl Thread {
         if id == 0 { None } else { CStr::from_bytes_until_nul(buffer).ok() }
     }
 
+    /// The calling thread is this one, which another process has started. The word is not cleared when it ends.
+    #[cfg(feature = "attached")]
+    pub(crate) fn adopt(&self) {
+        // SAFETY: the call takes no arguments.
+        self.id.store(unsafe { syscall!(libc::SYS_gettid) }.unwrap_or(0) as i32, Ordering::Release);
+    }
+
     /// In a forked child, which has none of its parent's threads.
     #[cfg(feature = "preload")]
     pub(crate) fn forget(&self) {
@@ -103,17 +110,21 @@ impl Thread {
     /// Waits until it is gone.
     #[cfg(feature = "preload")]
     pub(crate) fn wait(&self) {
-        loop {
-            let id = self.id.load(Ordering::Acquire);
-            if id == 0 {
-                return;
-            }
-            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 };
-            // SAFETY: the word outlives the call. The kernel wakes it (shared futex) when the thread ends.
-            let _ = unsafe {
-                syscall!(libc::SYS_futex, self.id.as_ptr(), libc::FUTEX_WAIT, id, core::ptr::from_ref(&timeout))
-            };
+        while !self.is_gone() {
+            self.wait_a_moment();
         }
+    }
+
+    /// Waits until it is gone, 10 ms at most.
+    pub(crate) fn wait_a_moment(&self) {
+        let id = self.id.load(Ordering::Acquire);
+        if id == 0 {
+            return;
+        }
+        let timeout = libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+        // SAFETY: the word outlives the call. The kernel wakes it (shared futex) when the thread ends.
+        let _ =
+            unsafe { syscall!(libc::SYS_futex, self.id.as_ptr(), libc::FUTEX_WAIT, id, core::ptr::from_ref(&timeout)) };
     }
 }
 

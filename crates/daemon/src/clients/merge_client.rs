@@ -7,6 +7,7 @@
 //! cannot be, is gone.
 
 use crate::clients::agent_time::note_cpu_ns;
+use crate::clients::attached::{Attached, NotStopped};
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
 use crate::clients::leftover::State;
@@ -14,9 +15,7 @@ use crate::config::Leftover;
 use crate::domain_key::DomainKey;
 use crate::status::UnmanagedMemory;
 use crate::waits::PastCounts;
-use pagefold_entry::enter::Traces;
 use pagefold_entry::memory::Memory;
-use pagefold_entry::stop::{StopError, with_stopped};
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -71,10 +70,8 @@ pub struct SharedClient {
     pub name: String,
     /// All its large private memory is managed, not only what it marks.
     pub manages_all: bool,
-    /// What the entry left in the program, if it ran before it became a client.
-    pub traces: Option<Traces>,
-    /// How often the threads of an attached program were stopped, for how long in all, and at most, in nanoseconds.
-    pub stops: [AtomicU64; 3],
+    /// It ran before it became a client.
+    pub(crate) attached: Option<Arc<Attached>>,
     pub(crate) past_counts: Mutex<PastCounts>,
     /// What the last look found of its memory that is not managed.
     pub(crate) unmanaged: Mutex<Unmanaged>,
@@ -102,8 +99,7 @@ impl SharedClient {
             uid: 0,
             name: "test".into(),
             manages_all: true,
-            traces: None,
-            stops: Default::default(),
+            attached: None,
             past_counts: Mutex::default(),
             unmanaged: Mutex::default(),
             leftover: Mutex::default(),
@@ -139,8 +135,8 @@ pub struct MergeClient {
     room: usize,
     /// It came with its plain memory in the cold tier's hands.
     away: bool,
-    /// An attached process, by a descriptor that no other process can come to be, and its memory.
-    attached: Option<(Fd, Memory)>,
+    /// An attached process, and its memory.
+    attached: Option<(Arc<Attached>, Memory)>,
     /// What the daemon does with leftovers, and the client's domain.
     policy: (Leftover, DomainKey),
     /// Periods since its leftover was handed, and of what generation of its memory.
@@ -166,8 +162,7 @@ impl MergeClient {
         send_welcome(&socket, &channel, device)?;
         receive_ready(&socket)?;
         let name = pagefold_os::procfs::name(cred.pid).unwrap_or_else(|| "?".into());
-        let traces = traces(cred.pid, hello);
-        let attached = traces.map(|_| memory_of_peer(&socket, cred.pid)).transpose()?;
+        let attached = Attached::of_peer(&socket, cred.pid, hello)?.map(with_memory).transpose()?;
         Ok(MergeClient {
             socket,
             pagemap,
@@ -176,8 +171,7 @@ impl MergeClient {
                 uid: cred.uid,
                 name,
                 manages_all: hello.a & message::HELLO_ALL != 0,
-                traces,
-                stops: Default::default(),
+                attached: attached.as_ref().map(|(process, _)| process.clone()),
                 past_counts: Mutex::default(),
                 unmanaged: Mutex::default(),
                 leftover: Mutex::default(),
@@ -237,23 +231,10 @@ impl MergeClient {
         fds: &[i32],
     ) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
         let Some((process, _)) = &self.attached else { return self.ask_for(op, count, a, 0, fds) };
-        if sock::has_ended(process) {
-            return Err(Gone);
-        }
-        let shared = self.shared.clone();
-        let asked = with_stopped(shared.pid, |_| {
-            let began = sched::monotonic_ns();
-            let answer = self.ask_for(op, count, a, 0, fds);
-            let ns = sched::monotonic_ns() - began;
-            shared.stops[0].fetch_add(1, Ordering::Relaxed);
-            shared.stops[1].fetch_add(ns, Ordering::Relaxed);
-            shared.stops[2].fetch_max(ns, Ordering::Relaxed);
-            answer
-        });
-        match asked {
+        match process.clone().while_stopped(|| self.ask_for(op, count, a, 0, fds)) {
             Ok(answer) => answer,
-            Err(StopError::Ended) => Err(Gone),
-            Err(_) => Ok(Err(pagefold_os::Errno(libc::EBUSY))),
+            Err(NotStopped::Ended) => Err(Gone),
+            Err(NotStopped::Busy) => Ok(Err(pagefold_os::Errno(libc::EBUSY))),
         }
     }
 
@@ -367,19 +348,11 @@ impl MergeClient {
     }
 }
 
-/// What the agent that greets says of the entry by which it came; a lie would have the daemon write into the liar's own memory.
-fn traces(pid: i32, hello: &Packet) -> Option<Traces> {
-    let is_attached = hello.a & message::HELLO_ATTACHED != 0;
-    let image = Range { start: hello.b, end: hello.b.checked_add(hello.count)? };
-    is_attached.then(|| Traces::of(pid, image, hello.sequence)).flatten()
-}
-
-/// The process at the other end, and its memory: opened by a number, which is the process's if it lives still.
-fn memory_of_peer(socket: &Connection, pid: i32) -> Result<(Fd, Memory), GreetError> {
-    let process = sock::peer_process(socket)?;
-    let memory = Memory::open(pid)
+/// An attached process with its memory: opened by a number, which is the process's if it lives still.
+fn with_memory(process: Arc<Attached>) -> Result<(Arc<Attached>, Memory), GreetError> {
+    let memory = Memory::open(process.traces.pid)
         .map_err(|error| GreetError::System(pagefold_os::Errno(error.raw_os_error().unwrap_or(libc::EIO))))?;
-    if sock::has_ended(&process) { Err(GreetError::HungUp) } else { Ok((process, memory)) }
+    if process.has_ended() { Err(GreetError::HungUp) } else { Ok((process, memory)) }
 }
 
 /// True if `target`, an open file, is a device with a driver that may pin pages of the process. Disks show by `O_DIRECT`.

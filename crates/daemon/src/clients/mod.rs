@@ -1,6 +1,7 @@
 //! Clients that are merged live: their connections, their domains and the domains' workers.
 
 pub(crate) mod agent_time;
+pub(crate) mod attached;
 pub(crate) mod connection;
 pub(crate) mod domains;
 pub(crate) mod forked_children;

@@ -3,6 +3,7 @@
 //! The channel's content is not trusted: pages are copied before they are stored, and whether a page left the client is read from
 //! the residency map, under its owner lock.
 
+use crate::clients::attached::{Attached, NotStopped};
 use crate::clients::connection::Connection;
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched, sock};
 use pagefold_protocol::channel::Channel;
@@ -29,13 +30,15 @@ pub(crate) struct AgentConnection {
     room: usize,
     sequence: u64,
     pub agent_cpu_ns: u64,
+    /// The process ran before it became a client.
+    pub attached: Option<Arc<Attached>>,
 }
 
 impl AgentConnection {
     pub(crate) fn new(socket: Arc<Connection>) -> Result<AgentConnection, Errno> {
         let channel = Arc::new(Channel::create(c"pagefold-cold-channel")?);
         sock::set_timeout(&socket, ANSWER_MS_MAX)?;
-        Ok(AgentConnection { socket, channel, room: 0, sequence: 0, agent_cpu_ns: 0 })
+        Ok(AgentConnection { socket, channel, room: 0, sequence: 0, agent_cpu_ns: 0, attached: None })
     }
 
     /// Where the pages lie that were copied last.
@@ -135,9 +138,21 @@ impl AgentConnection {
 
     /// Has the agent take these pages away, if they equal what was copied last. Returns the places of pages that could
     /// not be moved and are worth another attempt.
+    ///
+    /// The agent of an attached program sees no call of it. The program's threads stand still meanwhile, so none moves a page that
+    /// is frozen, forks, or is in the middle of a discard.
     pub(crate) fn drop_pages(&mut self, entries: &[EvictEntry]) -> Result<Vec<u32>, Gone> {
         entries.iter().enumerate().for_each(|(index, entry)| self.channel.put_request(index, *entry));
-        if self.ask_with(Op::ColdEvict, entries.len(), sched::quick_monotonic_ns(), 0)? == 0 {
+        let attached = self.attached.clone();
+        let mut ask = || self.ask_with(Op::ColdEvict, entries.len(), sched::quick_monotonic_ns(), 0);
+        let asked = match attached {
+            None => ask(),
+            Some(process) => process.while_stopped(ask).unwrap_or_else(|why| match why {
+                NotStopped::Ended => Err(Gone),
+                NotStopped::Busy => Ok(0),
+            }),
+        };
+        if asked? == 0 {
             return Ok(Vec::new());
         }
         Ok((0..FETCH_PAGES_MAX as u32)

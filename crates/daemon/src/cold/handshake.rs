@@ -12,6 +12,7 @@ use super::random_id::random_id;
 use super::selector::ClientSelector;
 use super::threads;
 use super::tiers::Tiers;
+use crate::clients::attached::Attached;
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
 use crate::domain_key::DomainKey;
@@ -51,7 +52,8 @@ pub(crate) fn greet(
     }
     ensure_keeper(tiers);
     let socket = Arc::new(Connection::from(socket));
-    let link = AgentConnection::new(socket.clone())?;
+    let mut link = AgentConnection::new(socket.clone())?;
+    link.attached = Attached::of_peer(&socket, cred.pid, hello)?;
     send_welcome(&socket, link.channel(), device)?;
     let (ready, mut fds) = receive_ready(&socket)?;
     let (Some(uffd), Some(table)) = (fds.take(0), fds.take(1)) else {
@@ -60,7 +62,8 @@ pub(crate) fn greet(
     let handed = ClientDescriptors { uffd: Uffd::from_fd(uffd), table, pagemap };
     let who = Identity { client_id: 0, token: 0, pid: cred.pid, uid: cred.uid };
     // Last: a process that greets and hangs up must not make a group.
-    let group = tiers.group(&key, hello.count).map_err(GreetError::Cold)?;
+    let tier_max = if link.attached.is_some() { ready.count } else { hello.count };
+    let group = tiers.group(&key, tier_max).map_err(GreetError::Cold)?;
     let result = attach(tiers, &group, who, handed, link, &ready, hello);
     result.map_err(|errno| {
         match sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdStart) }.bytes(), &[]) {
@@ -195,7 +198,9 @@ fn poison_earlier(new: &Client) {
 fn connect(group: &Group, client: &Client, link: AgentConnection, ready: &Packet, hello: &Packet) -> Result<(), Errno> {
     // Once: a client that connects to this daemon again still reports its time since it began.
     client.cpu_before_ns.get_or_init(|| ready.b);
-    client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
+    let tolerance_ppm = if link.attached.is_some() { ready.sequence } else { hello.b };
+    client.tolerance_ppm.store(tolerance_ppm, Ordering::Relaxed);
+    *lock(&client.attached) = link.attached.clone();
     client.lent.store(hello.a & HELLO_LENT != 0, Ordering::Relaxed);
     // A thread that holds a broken link gives it up soon.
     let mut held = lock(&client.link);

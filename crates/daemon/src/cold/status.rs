@@ -48,6 +48,14 @@ pub struct ColdClient {
     pub activity: Activity,
     /// The agent is connected.
     pub connected: bool,
+    /// It ran already when it became a client.
+    pub attached: bool,
+    /// Times that all threads of an attached client were stopped for the tier.
+    pub stops: u64,
+    /// For how long in all, in nanoseconds.
+    pub stop_ns: u64,
+    /// Longest such stop, in nanoseconds.
+    pub stop_ns_max: u64,
     /// How long a page must be idle before it is evicted, in seconds; 0 before the first scan.
     pub idle_s: f64,
     /// Processor time of the agent in nanoseconds.
@@ -161,6 +169,8 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
                 |bucket| 1 << bucket,
                 get(&counters.fault_ns_max),
             );
+            let attached = lock(&client.attached).clone();
+            let [stops, stop_ns, stop_ns_max] = attached.as_ref().map_or([0; 3], |attached| attached.stops());
             status.clients.push(ColdClient {
                 pid: client.pid,
                 uid: client.uid,
@@ -181,6 +191,10 @@ pub(crate) fn status(tiers: &Tiers) -> ColdStatus {
                 parked: client.is_parked() || activity == Activity::Unwatched && client.lent.load(Ordering::Relaxed),
                 activity,
                 connected: lock(&client.socket).is_some(),
+                attached: attached.is_some(),
+                stops,
+                stop_ns,
+                stop_ns_max,
                 idle_s: client
                     .eviction
                     .try_lock()

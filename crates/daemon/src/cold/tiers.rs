@@ -153,6 +153,12 @@ impl Tiers {
         self.clients_of(&ClientSelector::Pid(pid)).iter().any(|(_, client)| lock(&client.link).is_some())
     }
 
+    /// Pages of the process that are in the tier.
+    pub(crate) fn pages_out(&self, pid: i32) -> u64 {
+        let clients = self.clients_of(&ClientSelector::Pid(pid));
+        clients.iter().map(|(group, client)| client.pages_out(&group.tier)).sum()
+    }
+
     /// The processes among these clients that are merged live as well.
     pub(crate) fn lent(&self, selector: &ClientSelector) -> Vec<i32> {
         let clients = self.clients_of(selector);

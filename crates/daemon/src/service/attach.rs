@@ -1,9 +1,10 @@
 //! Attaching to programs that run already, and detaching from them.
 
-use crate::clients::domains::Connected;
+use crate::cold::selector::ClientSelector;
 use crate::service::admission;
 use crate::service::daemon::Daemon;
-use pagefold_entry::enter::{self, Entered, Settings};
+use crate::service::park;
+use pagefold_entry::enter::{self, ColdOptions, Entered, Settings, Traces};
 use pagefold_entry::image::AgentImage;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -27,13 +28,22 @@ pub(crate) const TRIES_MAX: u32 = 5;
 /// The agent of an attached program sees no moves and forks either.
 const ATTACHED_FEATURES: u64 = HOLD_FEATURES | uffd::FEATURE_EVENT_REMAP | uffd::FEATURE_EVENT_FORK;
 
-/// Which memory of a program is merged.
+/// What becomes of a program's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Manage {
-    /// What the program marks as mergeable.
+    /// What the program marks as mergeable is merged.
     Marked,
-    /// All large private memory.
+    /// All large private memory is merged.
     All,
+    /// Of all large private memory that which is idle is evicted to the cold tier.
+    Cold(ColdOptions),
+}
+
+impl Manage {
+    /// All large private memory: merged, or `cold`.
+    pub(crate) const fn all(cold: bool) -> Manage {
+        if cold { Manage::Cold(ColdOptions { tolerance_ppm: 0, tier_max: 0 }) } else { Manage::All }
+    }
 }
 
 /// Enters process `pid` and makes it a client in `domain`; returns how long one of its threads stood still.
@@ -47,7 +57,8 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, as
     }
     let agent = AgentImage::parse(daemon.config.attached_agent).map_err(|error| error.to_string())?;
     let socket = daemon.config.socket.as_os_str().as_bytes();
-    let settings = Settings { socket, domain, all: manage == Manage::All };
+    let cold = if let Manage::Cold(options) = manage { Some(options) } else { None };
+    let settings = Settings { socket, domain, all: manage != Manage::Marked, cold };
     let Entered { requests, still } = enter::enter(pid, &agent, &settings).map_err(|error| error.to_string())?;
     enable(&requests, daemon.userfault_device.as_ref())?;
     // Its greeting is on its way.
@@ -62,7 +73,7 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, as
 }
 
 pub(crate) fn is_client(daemon: &Daemon, pid: i32) -> bool {
-    lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid)
+    lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid) || daemon.cold.is_linked(pid)
 }
 
 /// Attaches what satisfies a rule of the configuration, as it appears, until the daemon stops.
@@ -79,7 +90,7 @@ pub(crate) fn follow_rules(daemon: &Daemon) {
             let (mut refused, mut next) = seen.get(&(pid, started)).copied().unwrap_or((0, now + RULES_LOOK / 2));
             let is_left = lock(&daemon.detached).contains(&(pid, started));
             if !is_left && !is_client(daemon, pid) && refused < TRIES_MAX && now >= next {
-                if let Err(reason) = attach(daemon, pid, &rule.domain, Manage::All, 0) {
+                if let Err(reason) = attach(daemon, pid, &rule.domain, Manage::all(rule.cold), 0) {
                     daemon.refusals.note(pid, reason);
                     refused += 1;
                 }
@@ -139,18 +150,17 @@ fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
 /// # Errors
 /// One line: why not, and what to do about it.
 pub(crate) fn detach(daemon: &Daemon, pid: i32) -> Result<u64, String> {
-    let traces = |client: &Connected| client.shared.traces.filter(|_| client.shared.pid == pid);
-    let Some(traces) = lock(&daemon.live.connected).iter().find_map(traces) else {
+    let Some(traces) = traces_in(daemon, pid) else {
         let name = procfs::name(pid);
         return Err(match name {
             None => "there is no such process".into(),
-            Some(_) if daemon.live.clients_of(Some(pid)).is_empty() => {
-                "it is no client; pagefold status lists them".into()
-            }
+            Some(_) if !is_client(daemon, pid) => "it is no client; pagefold status lists them".into(),
             Some(_) => "it was started as a client, and stays one: pagefold unmerge gives it private memory".into(),
         });
     };
-    let (mut count, mut left) = (0, 0);
+    // The agent would bring everything back whether there is room or not, and while the program waits for it to end.
+    let (_, mut count) = park::unpark(daemon, &ClientSelector::Pid(pid)).unwrap_or_default();
+    let mut left = 0;
     for (domain, id) in daemon.live.clients_of(Some(pid)) {
         let done = domain.unmerge(id).map_err(|_| "it is gone, or does not answer".to_owned())?;
         (count, left) = (count + done.pages, left + done.left);
@@ -160,10 +170,25 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32) -> Result<u64, String> {
             "{left} of its pages stay shared, because a device may be reading into them or memory is short; its agent stays: try again"
         ));
     }
+    if daemon.cold.pages_out(pid) > 0 {
+        return Err(
+            "its memory limit has no room for all of its pages that are in the cold tier: raise it, and try again"
+                .into(),
+        );
+    }
     enter::leave(&traces).map_err(|error| error.to_string())?;
     if !daemon.config.attach.is_empty() {
         lock(&daemon.detached).insert((traces.pid, traces.started));
     }
     daemon.live.forget(|client| client.shared.pid == pid);
     Ok(count)
+}
+
+/// What the entry left in process `pid`, if it is an attached client.
+fn traces_in(daemon: &Daemon, pid: i32) -> Option<Traces> {
+    let merged = lock(&daemon.live.connected)
+        .iter()
+        .find_map(|client| client.shared.attached.as_ref().filter(|_| client.shared.pid == pid).map(|one| one.traces));
+    let cold = || daemon.cold.clients_of(&ClientSelector::Pid(pid)).into_iter();
+    merged.or_else(|| cold().find_map(|(_, client)| lock(&client.attached).as_ref().map(|one| one.traces)))
 }

@@ -158,6 +158,8 @@ const OF_COLD_CLIENTS: &[Family<ColdClient>] = &[
     ("cold_zero_faults", "counter", "Faults on fresh pages of regions with evicted pages.", |c| c.zero_faults as f64),
     ("cold_pages_lost", "counter", "Pages lost: a touch is SIGBUS.", |c| c.pages_lost as f64),
     ("cold_agent_cpu_seconds", "counter", "Processor time of its agent.", |c| c.agent_cpu_ns as f64 / 1e9),
+    ("cold_stops", "counter", "Times that all threads of an attached client were stopped.", |c| c.stops as f64),
+    ("cold_stop_seconds", "counter", "For how long in all.", |c| c.stop_ns as f64 / 1e9),
 ];
 
 /// Renders `status` as OpenMetrics families; the end mark is left to the caller.

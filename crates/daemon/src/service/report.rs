@@ -56,9 +56,9 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
             );
             client_status.unmanaged = lock(&client.shared.unmanaged).memory.clone();
             client_status.leftover = leftover(&client.shared);
-            client_status.attached = client.shared.traces.is_some();
+            client_status.attached = client.shared.attached.is_some();
             [client_status.stops, client_status.stop_ns, client_status.stop_ns_max] =
-                [0, 1, 2].map(|index| client.shared.stops[index].load(Ordering::Relaxed));
+                client.shared.attached.as_ref().map_or([0; 3], |attached| attached.stops());
             client_status
         })
         .collect();

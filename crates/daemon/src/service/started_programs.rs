@@ -4,6 +4,7 @@
 use crate::domain_key::UNNAMED_DOMAIN;
 use crate::service::attach::{Manage, TRIES_MAX, attach, is_client};
 use crate::service::daemon::Daemon;
+use pagefold_entry::enter::ColdOptions;
 use pagefold_os::exec_events::ExecEvents;
 use pagefold_os::procfs;
 use std::collections::BTreeMap;
@@ -73,7 +74,7 @@ fn serve(daemon: &Daemon, pid: i32, program: &mut Program, now: Instant) -> bool
         return false;
     }
     let Some(wish) = wish_of(daemon, pid).filter(|_| !has_preloaded_agent(pid)) else { return false };
-    if procfs::anonymous(pid) >= ANONYMOUS_MIN && (wish.manage == Manage::All || has_marked_memory(pid)) {
+    if procfs::anonymous(pid) >= ANONYMOUS_MIN && (wish.manage != Manage::Marked || has_marked_memory(pid)) {
         match attach(daemon, pid, &wish.domain, wish.manage, 0) {
             Ok(_) => return false,
             Err(reason) => daemon.refusals.note(pid, reason),
@@ -104,11 +105,19 @@ fn wish_in(environment: &[u8], socket: &[u8]) -> Option<Wish> {
     };
     // The socket alone may be there for our own commands.
     let preload = String::from_utf8_lossy(value(b"LD_PRELOAD")?);
-    if value(b"PAGEFOLD_SOCKET")? != socket || value(b"PAGEFOLD_COLD").is_some() || !preload.contains(AGENT) {
+    if value(b"PAGEFOLD_SOCKET")? != socket || !preload.contains(AGENT) {
         return None;
     }
     let domain = value(b"PAGEFOLD_DOMAIN").filter(|domain| !domain.is_empty()).unwrap_or(UNNAMED_DOMAIN.as_bytes());
-    let manage = if value(b"PAGEFOLD_MANAGE") == Some(b"all") { Manage::All } else { Manage::Marked };
+    let number = |name| String::from_utf8_lossy(value(name).unwrap_or_default()).parse().unwrap_or(0);
+    let manage = if value(b"PAGEFOLD_COLD").is_some() {
+        let (tolerance_ppm, tier_max) = (number(b"PAGEFOLD_REFAULT_BUDGET"), number(b"PAGEFOLD_TIER_MAX"));
+        Manage::Cold(ColdOptions { tolerance_ppm, tier_max })
+    } else if value(b"PAGEFOLD_MANAGE") == Some(b"all") {
+        Manage::All
+    } else {
+        Manage::Marked
+    };
     Some(Wish { domain: String::from_utf8(domain.to_vec()).ok()?, manage })
 }
 
@@ -161,7 +170,9 @@ mod tests {
         let all = "PAGEFOLD_MANAGE=all PAGEFOLD_SOCKET=/s PAGEFOLD_DOMAIN=d B";
         assert_eq!(wish(all), asks("d", Manage::All));
         assert_eq!(wish_in(b"PAGEFOLD_SOCKET=/s\0LD_PRELOAD=/d/other.so", b"/s"), None);
-        for other in ["", "PAGEFOLD_SOCKET=/t", "XPAGEFOLD_SOCKET=/s", "PAGEFOLD_SOCKET=/s PAGEFOLD_COLD=1"] {
+        let cold = "PAGEFOLD_SOCKET=/s PAGEFOLD_COLD=1 PAGEFOLD_TIER_MAX=4096";
+        assert_eq!(wish(cold), asks("default", Manage::Cold(ColdOptions { tolerance_ppm: 0, tier_max: 4096 })));
+        for other in ["", "PAGEFOLD_SOCKET=/t", "XPAGEFOLD_SOCKET=/s"] {
             assert_eq!(wish(other), None, "{other}");
         }
     }

@@ -25,6 +25,7 @@ pub(crate) mod faults;
 mod fork;
 mod reconcile;
 
+use crate::clients::attached::Attached;
 use crate::clients::connection::Connection;
 use crate::cold::agent_connection::AgentConnection;
 use crate::cold::handover::pending_children::PendingChildren;
@@ -148,6 +149,8 @@ pub(crate) struct Client {
     pub cpu_before_ns: OnceLock<u64>,
     /// It has ended: nothing is done for it any more.
     pub gone: AtomicBool,
+    /// It ran before it became a client, as its agent has said.
+    pub attached: Mutex<Option<Arc<Attached>>>,
     /// It is merged live as well, and has its memory here until it is unparked.
     pub lent: AtomicBool,
     /// The kernel refused memory to the client since the last step of the evictor: its limit is reached.
@@ -253,6 +256,7 @@ impl Client {
             past_counts: Mutex::default(),
             cpu_before_ns: OnceLock::new(),
             gone: AtomicBool::new(false),
+            attached: Mutex::default(),
             lent: AtomicBool::new(false),
             lacks_memory: AtomicBool::new(false),
             rang_evictor: AtomicBool::new(false),

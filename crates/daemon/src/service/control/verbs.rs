@@ -7,6 +7,7 @@ use crate::cold::handover::shutdown;
 use crate::cold::selector::ClientSelector;
 use crate::cold::tiers::Tiers;
 use crate::history::History;
+use crate::service::attach::Manage;
 use crate::service::daemon::Daemon;
 use crate::service::{attach, park, report, verify};
 use crate::status::{Status, Verified};
@@ -53,6 +54,9 @@ pub enum Request {
         pid: i32,
         /// Name of the domain.
         domain: String,
+        /// Evict idle memory to the cold tier instead of merging.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        cold: bool,
     },
     /// Give an attached process private memory, and take the agent out of it.
     Detach {
@@ -159,10 +163,12 @@ pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer 
                 no_client(clients, "client of the cold tier", "there is no client of the cold tier: nothing is parked")
             }
         },
-        Request::Attach { pid, domain } => match attach::attach(daemon, *pid, domain, attach::Manage::All, asker) {
-            Ok(still) => Answer::Attached { still_ns: still.as_nanos() as u64 },
-            Err(message) => Answer::Error { message: format!("{pid}: {message}") },
-        },
+        Request::Attach { pid, domain, cold } => {
+            match attach::attach(daemon, *pid, domain, Manage::all(*cold), asker) {
+                Ok(still) => Answer::Attached { still_ns: still.as_nanos() as u64 },
+                Err(message) => Answer::Error { message: format!("{pid}: {message}") },
+            }
+        }
         Request::Detach { pid } => match attach::detach(daemon, *pid) {
             Ok(count) => Answer::Unmerged { count, left: 0 },
             Err(message) => Answer::Error { message: format!("{pid}: {message}") },

@@ -2,7 +2,7 @@
 //!
 //! A list walks the page tables of the whole program. Memory that is new to it costs the program faults, so a program
 //! without faults and discards has little to list: locks, keys and advice on old memory. These are looked for seldom, and once more
-//! before anything is merged.
+//! before anything is merged or evicted.
 
 use pagefold_os::sched;
 
@@ -15,7 +15,7 @@ const FACTOR_AT_REST: u64 = 5000;
 
 /// What is known of the last list.
 #[derive(Debug, Default)]
-pub(super) struct ListClock {
+pub(crate) struct ListClock {
     listed_ns: u64,
     /// When a list was last due, or made.
     due_ns: u64,
@@ -29,12 +29,12 @@ pub(super) struct ListClock {
 
 impl ListClock {
     /// The program discarded or moved memory.
-    pub(super) fn note_event(&mut self) {
+    pub(crate) fn note_event(&mut self) {
         self.has_events = true;
     }
 
     /// True, once, when the mappings are to be listed.
-    pub(super) fn is_due(&mut self) -> bool {
+    pub(crate) fn is_due(&mut self) -> bool {
         self.is_due_at(sched::monotonic_ns(), sched::faults_of_others())
     }
 
@@ -51,7 +51,7 @@ impl ListClock {
     }
 
     /// Lists by `list`, and notes what that costs.
-    pub(super) fn measure<T>(&mut self, list: impl FnOnce() -> T) -> T {
+    pub(crate) fn measure<T>(&mut self, list: impl FnOnce() -> T) -> T {
         // Before the list: what comes meanwhile may not be in it.
         let (now_ns, faults) = (sched::monotonic_ns(), sched::faults_of_others());
         let began_ns = sched::thread_cpu_ns();
@@ -61,8 +61,8 @@ impl ListClock {
         listed
     }
 
-    /// True if the last list is too old to merge by it.
-    pub(super) fn is_old(&self) -> bool {
+    /// True if the last list is too old to merge or evict by it.
+    pub(crate) fn is_old(&self) -> bool {
         sched::monotonic_ns() - self.listed_ns > PAUSE_NS
     }
 }
