@@ -409,7 +409,7 @@ mod tests {
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
             assert!(cold.residency.lock_within(1000));
-            say.send((cold.evict_with_lock(&connection, 1, sched::monotonic_ns()), cold))
+            say.send((cold.evict_with_lock(&connection, 1, sched::monotonic_ns()), cold)).is_ok()
         });
         let (dropped, cold) = said.recv_timeout(LONG).expect("it waits for a daemon");
         over.store(true, Ordering::Relaxed);
