@@ -217,6 +217,59 @@ fn detached_programs_leave_ksm() {
     end(servers);
 }
 
+/// No agent can live beside their filter, which forbids the call by which KSM gets their memory, and is in force again afterwards.
+#[test]
+fn programs_with_a_filter_are_attached_to_ksm() {
+    let Some(ksm) = Ksm::take() else { return };
+    let Some(program) = program(&["-static"]) else { return };
+    let daemon = Daemon::start(&FEW_MAPPINGS);
+    let start = |order: &str| {
+        let mut command = Command::new("env");
+        command.arg("FILTERED=1");
+        Server::start_as(order, command, &program)
+    };
+    let mut servers = vec![start("1"), start("2")];
+    let tool = |arguments: &[&str], server: &Server| {
+        let output = daemon.tool(&[arguments, &[server.pid().to_string().as_str()]].concat());
+        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        (output.status.success(), said)
+    };
+    for (arguments, why) in [
+        (&["attach"][..], "seccomp filter"),
+        (&["attach", "--backend", "ksm"], "KSM does not run"),
+        (&["attach", "--backend", "ksm", "--domain", "own"], "leave --domain"),
+    ] {
+        let (done, said) = tool(arguments, &servers[0]);
+        assert!(!done && said.contains(why), "{said}");
+    }
+    ksm.run(true);
+    assert!(!tool(&["attach", "--backend", "agent"], &servers[0]).0);
+    for server in &servers {
+        wait_for("it to be attached", 60, || {
+            let (done, said) = tool(&["attach"], server);
+            assert!(said.contains(if done { "KSM merges it instead" } else { "could be borrowed" }), "{said}");
+            done
+        });
+        assert!(marked(server) >= AREA);
+    }
+    wait_for("their pages to be merged", 120, || memory(&servers) < AREA + AREA / 2);
+    for server in &mut servers {
+        for word in ["check 1", "write 300", "discard 200", "write 100"] {
+            server.check(word);
+        }
+        assert!(common::comes(60, || tool(&["detach"], server).0), "it is not detached");
+        assert_eq!(marked(server), 0);
+        server.check("check 1");
+    }
+    let status = |server: &Server| fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("it lives");
+    assert!(servers.iter().all(|server| status(server).contains("Seccomp:\t2")));
+    // A forbidden call is the end of it.
+    let mut last = servers.pop().expect("two");
+    last.tell("forbidden 1");
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&last.end()), Some(libc::SIGSYS));
+    end(servers);
+}
+
 #[test]
 fn memory_that_ksm_has_is_parked_and_returns() {
     let Some(ksm) = Ksm::take() else { return };
@@ -258,6 +311,11 @@ fn what_is_not_to_be_handed_stays_private() {
     let area = 4096 * servers[0].check(&format!("lock {pages}")) as u64;
     assert_eq!(marked_in(&servers[0], area..area + AREA), 0);
     assert!(servers[1..].iter().all(|server| marked(server) > AREA / 2));
+    // Nor has KSM what the program tracks by a userfaultfd of its own, whose marks it would drop.
+    let tracked = AREA / 8;
+    let area = 4096 * servers[1].check(&format!("track {}", tracked / 4096)) as u64;
+    assert_eq!(marked_in(&servers[1], area..area + tracked), 0);
+    servers[1].check("untrack 1");
     // The next daemon does not hand it over, and takes back what this one did.
     daemon.replace_with(&[&FEW_MAPPINGS[..], &["--leftover", "private"]].concat());
     wait_for_state(&daemon, &servers[1..], "--leftover private");

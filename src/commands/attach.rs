@@ -3,9 +3,9 @@
 use super::control::for_each;
 use crate::error::Error;
 use crate::output::print_json;
-use crate::{attach_rules, daemon_client, say, units};
+use crate::{attach_rules, daemon_client, note, say, units};
 use pagefold_daemon::ProgramFilter;
-use pagefold_daemon::control::{Answer, Request};
+use pagefold_daemon::control::{self, Answer, Request};
 use std::ffi::CString;
 use std::process::ExitCode;
 
@@ -31,11 +31,24 @@ pub struct Attach {
     /// Evict idle pages to the cold tier instead of merging
     #[arg(long)]
     cold: bool,
+    /// What merges the programs' pages
+    #[arg(long, value_enum, default_value_t = Backend::Auto, conflicts_with = "cold")]
+    backend: Backend,
     /// Print JSON
     #[arg(long)]
     json: bool,
     #[command(flatten)]
     daemon: daemon_client::DaemonArg,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Backend {
+    /// The agent; KSM where no agent can live (a seccomp filter), if KSM runs and there is no --domain
+    Auto,
+    /// The agent, a thread inside the program, remaps pages
+    Agent,
+    /// The kernel's KSM, for all memory of the program and of its children
+    Ksm,
 }
 
 /// Give an attached program private memory, and leave it
@@ -92,6 +105,8 @@ impl Programs {
 #[derive(serde::Serialize)]
 struct Attached {
     clients: u64,
+    /// Of these: merged by KSM, and not clients.
+    by_ksm: u64,
     /// Longest time for which a thread of a program stood still, in microseconds.
     still_us_max: u64,
 }
@@ -111,15 +126,26 @@ pub fn attach(args: Attach) -> Result<ExitCode, Error> {
         daemon_client::ensure_daemon(&socket, None)?;
     }
     let (still, code) = for_each(&pids, |pid| {
-        let request = Request::Attach { pid: *pid, domain: args.domain.clone(), cold: args.cold };
+        let backend = match args.backend {
+            Backend::Auto => control::Backend::Auto,
+            Backend::Agent => control::Backend::Agent,
+            Backend::Ksm => control::Backend::Ksm,
+        };
+        let request = Request::Attach { pid: *pid, domain: args.domain.clone(), cold: args.cold, backend };
         match daemon_client::ask(&socket, &request)? {
-            Answer::Attached { still_ns } => Ok(still_ns),
+            Answer::Attached { still_ns, ksm } => {
+                if let Some(why) = ksm.as_ref().filter(|why| !why.is_empty()) {
+                    note!("pagefold: {pid}: {why}; KSM merges it instead");
+                }
+                Ok((still_ns, ksm.is_some()))
+            }
             other => Err(format!("the daemon answered {other:?}").into()),
         }
     })?;
-    let most_us = still.iter().max().map_or(0, |ns| ns / 1000);
+    let most_us = still.iter().map(|(ns, _)| ns / 1000).max().unwrap_or(0);
+    let by_ksm = still.iter().filter(|(_, by_ksm)| *by_ksm).count() as u64;
     if args.json {
-        print_json(&Attached { clients: still.len() as u64, still_us_max: most_us })?;
+        print_json(&Attached { clients: still.len() as u64, by_ksm, still_us_max: most_us })?;
     } else {
         say!(
             "{} attached; a thread stood still for {most_us} us",

@@ -333,6 +333,11 @@ impl Server {
         pages.unwrap_or_else(|| panic!("the client found wrong bytes, or died: {line:?}"))
     }
 
+    /// Gives a command that has no answer.
+    pub fn tell(&mut self, word: &str) {
+        writeln!(self.input, "{word}").expect("it reads");
+    }
+
     /// Has no more to ask; tells how the client ended.
     pub fn end(self) -> ExitStatus {
         let Server { mut child, input, .. } = self;

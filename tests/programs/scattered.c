@@ -1,14 +1,23 @@
 /* A program whose pages are equal to those of its other instances, in an order of its own: no two neighbours match. It writes, forks,
- * discards and locks. Each byte has a value that is known; a wrong one ends the program with status 3.
+ * discards and locks; with FILTERED in its environment most calls are forbidden to it. Each byte has a value that is known; a wrong one ends the program with status 3.
  *
  * The argument is the number of the order. Commands come by standard input, a line each: WORD COUNT. The answer is a line: "right",
  * and the number of the area's first page. */
 #define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <linux/userfaultfd.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,6 +31,7 @@ static unsigned char *area, *marked;
 #define DISCARDED UINT32_MAX
 static uint32_t held[PAGES];
 static uint64_t seed;
+static int tracking;
 
 static uint64_t below(uint64_t limit)
 {
@@ -59,6 +69,23 @@ static void check(const char *what)
 	for (unsigned long at = 0; at < MARKED; at++)
 		if (((volatile unsigned char *)marked)[at] != 7)
 			fail("marked memory", at / PAGE);
+}
+
+/* All calls are forbidden but those of this list, as a sandbox does it: a forbidden one ends the program. */
+static void filter(void)
+{
+	static const int allowed[] = {SYS_read, SYS_write, SYS_madvise, SYS_mmap, SYS_munmap, SYS_brk, SYS_newfstatat, SYS_exit_group};
+	struct sock_filter code[2 * sizeof allowed / sizeof *allowed + 2] = {
+	    BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr))};
+	unsigned short len = 1;
+	for (unsigned i = 0; i < sizeof allowed / sizeof *allowed; i++) {
+		code[len++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, allowed[i], 0, 1);
+		code[len++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+	}
+	code[len++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+	struct sock_fprog program = {len, code};
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		fail("a filter", 0);
 }
 
 /* Contents that no other instance has. */
@@ -99,6 +126,23 @@ static void forks(unsigned long count)
 	}
 }
 
+/* Registers the first pages with a userfaultfd of its own, writes to them, and lets them go. */
+static void track(unsigned long count)
+{
+	int fd = syscall(SYS_userfaultfd, O_CLOEXEC);
+	struct uffdio_api api = {.api = UFFD_API};
+	struct uffdio_register range = {{(unsigned long)area, count * PAGE}, UFFDIO_REGISTER_MODE_MISSING | UFFDIO_REGISTER_MODE_WP, 0};
+	if (fd < 0 || ioctl(fd, UFFDIO_API, &api) || ioctl(fd, UFFDIO_REGISTER, &range))
+		fail("userfaultfd", errno);
+	for (unsigned long page = 0; page < count; page += 7) {
+		held[page] = PAGES + page;
+		fill(page);
+	}
+	sleep(1);
+	check("tracked");
+	tracking = fd;
+}
+
 int main(int argc, char **argv)
 {
 	seed = 88172645463325252ull + (argc > 1 ? strtoul(argv[1], NULL, 10) : 0) * 0x9e3779b97f4a7c15ull;
@@ -123,6 +167,8 @@ int main(int argc, char **argv)
 	}
 	for (unsigned long page = 0; page < PAGES; page++)
 		fill(page);
+	if (getenv("FILTERED"))
+		filter();
 	printf("ready\n");
 	fflush(stdout);
 	char what[32];
@@ -134,6 +180,12 @@ int main(int argc, char **argv)
 			discard(count);
 		else if (!strcmp(what, "fork"))
 			forks(count);
+		else if (!strcmp(what, "track"))
+			track(count);
+		else if (!strcmp(what, "untrack"))
+			close(tracking);
+		else if (!strcmp(what, "forbidden"))
+			getpid();
 		else if (!strcmp(what, "lock") && mlock(area, count * PAGE))
 			fail("mlock", count);
 		check(what);

@@ -1,6 +1,7 @@
 //! How a daemon works.
 
 use crate::program_filter::ProgramFilter;
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -23,6 +24,19 @@ pub enum Leftover {
     Ksm,
     /// No system: it stays private.
     Private,
+}
+
+/// What merges the pages of an attached program.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Backend {
+    /// The agent; where none can live, the kernel's KSM, if that runs and the domain has no name.
+    #[default]
+    Auto,
+    /// The agent.
+    Agent,
+    /// The kernel's KSM.
+    Ksm,
 }
 
 /// How a daemon works.

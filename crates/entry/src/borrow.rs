@@ -1,5 +1,5 @@
 //! The instructions that a borrowed thread executes: it maps the agent's memory, starts the agent's first thread, and goes back to
-//! what it did.
+//! what it did. Or, without an agent, it tells the kernel that KSM may merge the program's memory.
 //!
 //! The thread uses none of the program's stack, for that may have no room, and leaves every register as it was. Whatever it needs
 //! stands in [`Words`] beside the instructions before its registers are set, so a tracer that dies after that is not missed. Signals
@@ -17,9 +17,9 @@ pub struct Words {
     pub all_signals: u64,
     /// Signals that the thread let wait.
     pub mask: u64,
-    /// Where the agent's memory begins, and how long it is.
+    /// Where the agent's memory begins. Without an agent: 1 if KSM may merge the program's memory, 0 if not.
     pub base: u64,
-    /// Its length.
+    /// Length of the agent's memory; 0 without an agent.
     pub len: u64,
     /// Where the part of it begins that can be written.
     pub data: u64,
@@ -78,6 +78,18 @@ core::arch::global_asm!(
     "xor edx, edx",
     "mov r10d, 8",
     "syscall",
+    "cmp qword ptr [rip + 90f + 24], 0",
+    "jne 1f",
+    // prctl(PR_SET_MEMORY_MERGE, base, 0, 0, 0)
+    "mov eax, 157",
+    "mov edi, 67",
+    "mov rsi, [rip + 90f + 16]",
+    "xor edx, edx",
+    "xor r10d, r10d",
+    "xor r8d, r8d",
+    "syscall",
+    "jmp 3f",
+    "1:",
     // mmap(base, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE | MAP_NORESERVE, -1, 0)
     "mov eax, 9",
     "mov rdi, [rip + 90f + 16]",

@@ -40,6 +40,9 @@ pub enum EntryError {
     /// It cannot be entered, and why.
     #[error("{0}")]
     Refused(String),
+    /// A thread of it can be borrowed, but no agent can live in it, and why.
+    #[error("{0}")]
+    NoAgent(String),
     /// No thread of it could be borrowed.
     #[error("no thread of it could be borrowed: {0}")]
     Busy(String),
@@ -118,11 +121,33 @@ fn step(step: &'static str) -> impl Fn(io::Error) -> EntryError {
     }
 }
 
-/// Says why process `pid` cannot be entered.
+/// Says why no agent can live in process `pid`.
 ///
 /// # Errors
 /// [`EntryError::Gone`], or [`EntryError::Refused`] with one line: what, and what to do about it.
 pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
+    let refuse = |reason: &str| Err(EntryError::Refused(reason.into()));
+    let maps = look_at_threads(pid)?;
+    if has_filter(pid) {
+        return Err(EntryError::NoAgent(
+            "a seccomp filter restricts its system calls, and the agent's with them; start it by pagefold run".into(),
+        ));
+    }
+    if maps.iter().any(|map| map.name.as_bytes().starts_with(POOL_NAME) && !map.shared) {
+        return refuse("it shows merged memory already, its own or that of the process that forked it");
+    }
+    if own_thread(pid).is_some() {
+        return refuse("an agent is in it already");
+    }
+    Ok(maps)
+}
+
+fn has_filter(pid: i32) -> bool {
+    procfs::value(&procfs::status(pid), "Seccomp").is_some_and(|mode| mode != "0")
+}
+
+/// Says why no thread of process `pid` can be borrowed.
+fn look_at_threads(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
     let refuse = |reason: &str| Err(EntryError::Refused(reason.into()));
     if pid <= 0 || !fs::exists(format!("/proc/{pid}")).unwrap_or(false) {
         return Err(EntryError::Gone);
@@ -150,11 +175,6 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
     if field("Tgid") != pid.to_string() {
         return Err(EntryError::Refused(format!("it is a thread of process {}: name that", field("Tgid"))));
     }
-    if field("Seccomp") != "0" {
-        return refuse(
-            "a seccomp filter restricts its system calls, and the agent's with them; start it by pagefold run",
-        );
-    }
     let maps = procfs::maps(pid).map_err(|error| match error.kind() {
         io::ErrorKind::PermissionDenied => EntryError::Refused(
             "this user may not trace it: it is another user's, or has other rights than its user (see ptrace(2), pagefold doctor)".into(),
@@ -163,12 +183,6 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
     })?;
     if maps.is_empty() {
         return Err(EntryError::Gone);
-    }
-    if maps.iter().any(|map| map.name.as_bytes().starts_with(POOL_NAME) && !map.shared) {
-        return refuse("it shows merged memory already, its own or that of the process that forked it");
-    }
-    if own_thread(pid).is_some() {
-        return refuse("an agent is in it already");
     }
     Ok(maps)
 }
@@ -191,17 +205,13 @@ pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<En
     let range = memory::free_range(&maps, len)
         .ok_or_else(|| EntryError::Refused("its address space has no room for the agent".into()))?;
     let layout = Layout { range, page: range.start + agent.len, stack: range.end - STACK_LEN };
-    let plan = Plan { pid, agent, layout, maps: &maps };
-    let borrowed = thread::scope(|scope| {
-        // A thread of its own: when it ends the kernel lets go of whatever is still traced.
-        scope.spawn(|| borrow_thread(&plan)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })?;
+    let borrowed = borrow_aside(&Plan { pid, what: Purpose::Agent(agent, layout), maps: &maps })?;
     let memory = Memory::open(pid).map_err(step("opening its memory"))?;
-    let result = begin(&plan, settings, &borrowed, &memory);
+    let result = begin(pid, agent, &layout, settings, &borrowed, &memory);
     match result {
         Ok(requests) => Ok(Entered { requests, still: borrowed.still }),
         Err(error) => {
-            let _ = memory.write(plan.layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
+            let _ = memory.write(layout.page + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
             wait_for_end(pid, range);
             let _ = clear(pid, borrow::range(borrowed.code));
             Err(error)
@@ -209,7 +219,33 @@ pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<En
     }
 }
 
+/// Has the kernel's KSM merge the memory of process `pid`, or (`merges` is false) not any more, as `PR_SET_MEMORY_MERGE` of prctl(2)
+/// does. Children inherit it. Returns how long one of its threads stood still.
+///
+/// A seccomp filter is suspended for the call. Only if the tracer is killed in these microseconds, the filter judges it.
+///
+/// # Errors
+/// [`EntryError`].
+pub fn set_merged_by_ksm(pid: i32, merges: bool) -> Result<Duration, EntryError> {
+    let maps = look_at_threads(pid)?;
+    let memory = Memory::open(pid).map_err(step("opening its memory"))?;
+    if let Some(left) = memory::unfinished(&memory, &maps, &borrow::MARK).filter(|_| own_thread(pid).is_none()) {
+        clear(pid, left)?;
+    }
+    let borrowed = borrow_aside(&Plan { pid, what: Purpose::Ksm(merges), maps: &maps })?;
+    clear_soon(pid, borrow::range(borrowed.code))?;
+    Ok(borrowed.still)
+}
+
+/// Borrows a thread on a thread of its own: when that ends the kernel lets go of whatever is still traced.
+fn borrow_aside(plan: &Plan<'_>) -> Result<Borrowed, EntryError> {
+    thread::scope(|scope| {
+        scope.spawn(|| borrow_thread(plan)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 /// Where the parts of the agent's memory lie.
+#[derive(Clone, Copy)]
 struct Layout {
     range: Range,
     /// The entry page.
@@ -221,10 +257,17 @@ struct Layout {
 /// What is entered, with what, and where.
 struct Plan<'a> {
     pid: i32,
-    agent: &'a AgentImage,
-    layout: Layout,
+    what: Purpose<'a>,
     /// The program's mappings before the entry.
     maps: &'a [OwnedMap],
+}
+
+/// What a thread is borrowed for.
+enum Purpose<'a> {
+    /// It starts the agent.
+    Agent(&'a AgentImage, Layout),
+    /// It has KSM merge the program's memory, or not any more.
+    Ksm(bool),
 }
 
 /// A thread that has been sent to the instructions.
@@ -333,14 +376,47 @@ fn try_thread(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result<Borrowed,
             Ok(None) => thread::yield_now(),
         }
     }
+    let is_filtered = matches!(plan.what, Purpose::Ksm(_)) && has_filter(plan.pid);
+    if is_filtered && tracer.suspend_filters(thread).is_err() {
+        let _ = tracer.detach(thread, 0);
+        return Err(Unfit::Lasting(EntryError::Refused(
+            "a seccomp filter restricts its system calls, and only a daemon with CAP_SYS_ADMIN may suspend it".into(),
+        )));
+    }
     let sent = send_to_instructions(tracer, thread, plan);
-    let detached = tracer.detach(thread, 0);
+    let signal = if is_filtered && sent.is_ok() { run_unfiltered(tracer, thread) } else { 0 };
+    let detached = tracer.detach(thread, signal);
     let code = sent?;
     match detached {
         Ok(()) => Ok(Borrowed { code, still: began.elapsed() }),
         // Killed while it stood still.
         Err(_) => Err(Unfit::Lasting(EntryError::Gone)),
     }
+}
+
+/// Lets `thread` make the calls of [`borrow`] without its filters, which are in force again before it goes back to code of the
+/// program's. Returns a signal that it is still to handle.
+fn run_unfiltered(tracer: &Tracer, thread: i32) -> i32 {
+    /// It blocks signals, makes its call, and restores the signals: each begins and ends.
+    const STOPS: u32 = 6;
+    let (mut stops, mut signal) = (0, 0);
+    while stops < STOPS && tracer.run_to_call(thread).is_ok() {
+        let report = loop {
+            match tracer.poll(thread) {
+                Ok(None) => thread::yield_now(),
+                Ok(Some((_, report))) => break report,
+                Err(_) => return 0,
+            }
+        };
+        match report {
+            Report::Stopped { signal: Tracer::IN_CALL, .. } => stops += 1,
+            Report::Stopped { signal: 0, .. } => {}
+            Report::Stopped { signal: came, .. } => signal = came,
+            Report::Ended => return 0,
+        }
+    }
+    let _ = tracer.resume_filters(thread);
+    signal
 }
 
 /// Writes the instructions and sets the registers of `thread`, which stands still; nothing is changed on errors.
@@ -371,7 +447,7 @@ fn send_to_instructions(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result
             "its code has no room for the instructions of an entry (it has no vdso)".into(),
         ))
     })?;
-    let words = words(plan.agent, &plan.layout, &registers, tracer.signal_mask(thread).map_err(ended)?);
+    let words = words(&plan.what, &registers, tracer.signal_mask(thread).map_err(ended)?);
     let written = tracer.write(thread, at, &borrow::code(&words));
     written.map_err(|error| Unfit::Lasting(step("writing the instructions of the entry")(error)))?;
     if let Err(error) = tracer.set_registers(thread, &at_instructions(&registers, at)) {
@@ -394,7 +470,7 @@ fn at_instructions(registers: &Registers, at: u64) -> Registers {
 
 /// What the instructions need, with the registers as the thread is to have them when it goes on.
 #[cfg(target_arch = "x86_64")]
-fn words(agent: &AgentImage, layout: &Layout, registers: &Registers, mask: u64) -> Words {
+fn words(what: &Purpose<'_>, registers: &Registers, mask: u64) -> Words {
     // What the kernel does when a thread goes on that was stopped in a call: it makes the call again. Numbers of the kernel's own.
     const RESTART: [i64; 3] = [-512, -513, -514];
     const RESTART_BLOCK: i64 = -516;
@@ -405,18 +481,23 @@ fn words(agent: &AgentImage, layout: &Layout, registers: &Registers, mask: u64) 
         RESTART_BLOCK if in_call => (libc::SYS_restart_syscall as u64, registers.rip - SYSCALL_LEN),
         _ => (registers.rax, registers.rip),
     };
+    let agents = match what {
+        Purpose::Ksm(merges) => Words { base: u64::from(*merges), ..Words::default() },
+        Purpose::Agent(agent, layout) => Words {
+            base: layout.range.start,
+            len: layout.range.len(),
+            data: layout.range.start + agent.code_len,
+            data_len: layout.range.len() - agent.code_len,
+            stack: layout.range.end,
+            page: layout.page,
+            begin: layout.range.start + agent.begin,
+            sleep_ns: 1_000_000,
+            ..Words::default()
+        },
+    };
     Words {
         all_signals: u64::MAX,
         mask,
-        base: layout.range.start,
-        len: layout.range.len(),
-        data: layout.range.start + agent.code_len,
-        data_len: layout.range.len() - agent.code_len,
-        stack: layout.range.end,
-        page: layout.page,
-        begin: layout.range.start + agent.begin,
-        sleep_s: 0,
-        sleep_ns: 1_000_000,
         flags: registers.eflags,
         rsp: registers.rsp,
         rax,
@@ -429,6 +510,7 @@ fn words(agent: &AgentImage, layout: &Layout, registers: &Registers, mask: u64) 
         rcx: registers.rcx,
         r11: registers.r11,
         rip,
+        ..agents
     }
 }
 
@@ -443,7 +525,7 @@ fn at_instructions(registers: &Registers, _: u64) -> Registers {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn words(_: &AgentImage, _: &Layout, _: &Registers, mask: u64) -> Words {
+fn words(_: &Purpose<'_>, _: &Registers, mask: u64) -> Words {
     Words { mask, ..Words::default() }
 }
 
@@ -499,8 +581,14 @@ fn wait_until<T>(mut done: impl FnMut() -> Option<T>) -> Option<T> {
 }
 
 /// Writes the agent's code, has its first thread begin, and takes its socket.
-fn begin(plan: &Plan<'_>, settings: &Settings<'_>, borrowed: &Borrowed, memory: &Memory) -> Result<Fd, EntryError> {
-    let Plan { pid, agent, layout, .. } = plan;
+fn begin(
+    pid: i32,
+    agent: &AgentImage,
+    layout: &Layout,
+    settings: &Settings<'_>,
+    borrowed: &Borrowed,
+    memory: &Memory,
+) -> Result<Fd, EntryError> {
     let word = |at: usize| memory.word(layout.page + at as u64);
     let late = |what: &str| EntryError::Busy(what.into());
     // A program without room for a mapping or a thread goes on without either.
@@ -542,7 +630,7 @@ fn begin(plan: &Plan<'_>, settings: &Settings<'_>, borrowed: &Borrowed, memory: 
     }
     let taking = step("taking the agent's socket (Linux 6.9 or newer)");
     // The number that the kernel wrote is that of the program's own namespace of processes.
-    let own = own_thread(*pid).unwrap_or(thread);
+    let own = own_thread(pid).unwrap_or(thread);
     let fd = word(offset_of!(EntryPage, requests)).map_err(&taking)?;
     let requests = take_descriptor(own, fd as i32).map_err(&taking)?;
     put(offset_of!(EntryPage, order), &order::TAKEN.to_ne_bytes())?;
@@ -625,9 +713,14 @@ pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     if !wait_for_end(traces.pid, traces.image) {
         return Err(EntryError::Busy("the agent has not ended".into()));
     }
+    clear_soon(traces.pid, borrow::range(traces.code))
+}
+
+/// As [`clear`], tried again while a thread executes the instructions.
+fn clear_soon(pid: i32, code: Range) -> Result<(), EntryError> {
     let mut last = Ok(());
     for _ in 0..TRIES {
-        last = clear(traces.pid, borrow::range(traces.code));
+        last = clear(pid, code);
         if !matches!(last, Err(EntryError::Busy(_))) {
             break;
         }

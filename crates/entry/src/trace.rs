@@ -44,6 +44,36 @@ impl Tracer {
         call(libc::PTRACE_SEIZE, thread, 0, 0).map(drop)
     }
 
+    /// Suspends the seccomp filters of `thread`, which stands still, until [`resume_filters`](Self::resume_filters) or the end of the
+    /// tracing; reports of its calls are told from signals meanwhile.
+    ///
+    /// # Errors
+    /// `EPERM` without `CAP_SYS_ADMIN`, or if this thread has a filter itself; `EINVAL` if the kernel cannot.
+    pub fn suspend_filters(&self, thread: i32) -> io::Result<()> {
+        const SUSPEND_SECCOMP: i32 = 1 << 21;
+        call(libc::PTRACE_SETOPTIONS, thread, 0, (SUSPEND_SECCOMP | libc::PTRACE_O_TRACESYSGOOD) as usize).map(drop)
+    }
+
+    /// The filters of `thread`, which stands still, are in force again.
+    ///
+    /// # Errors
+    /// `ESRCH` if it has ended.
+    pub fn resume_filters(&self, thread: i32) -> io::Result<()> {
+        call(libc::PTRACE_SETOPTIONS, thread, 0, 0).map(drop)
+    }
+
+    /// Lets `thread`, which stands still, run to the beginning or the end of its next system call, where it reports
+    /// [`IN_CALL`](Self::IN_CALL) as its signal.
+    ///
+    /// # Errors
+    /// `ESRCH` if it has ended.
+    pub fn run_to_call(&self, thread: i32) -> io::Result<()> {
+        call(libc::PTRACE_SYSCALL, thread, 0, 0).map(drop)
+    }
+
+    /// See [`run_to_call`](Self::run_to_call).
+    pub const IN_CALL: i32 = libc::SIGTRAP | 0x80;
+
     /// Asks `thread` to stand still as soon as it is about to run code of the program's.
     ///
     /// # Errors

@@ -44,6 +44,8 @@ pub struct ProcessStat {
     pub merged_pages: u64,
     /// Bytes of these pages less the bytes of the records (kernel 6.4 or later).
     pub profit_bytes: Option<i64>,
+    /// All its memory may be merged, as by `PR_SET_MEMORY_MERGE` (kernel 6.15 or later).
+    pub merges_all: Option<bool>,
 }
 
 /// What KSM did to process `pid` (kernel 6.1 or later, a process that the caller may trace); `None` if that is not to be seen.
@@ -59,6 +61,7 @@ fn parse_stat(text: &str) -> ProcessStat {
         rmap_items: count("ksm_rmap_items"),
         merged_pages: count("ksm_merging_pages") + count("ksm_zero_pages"),
         profit_bytes: find("ksm_process_profit"),
+        merges_all: text.lines().find_map(|line| Some(line.strip_prefix("ksm_merge_any:")?.trim() == "yes")),
     }
 }
 
@@ -195,7 +198,7 @@ mod tests {
     fn what_ksm_did_to_a_process_is_read_as_far_as_the_kernel_tells() {
         let text =
             "ksm_rmap_items 7\nksm_zero_pages 1\nksm_merging_pages 5\nksm_process_profit -448\nksm_mergeable: yes\n";
-        let all = ProcessStat { rmap_items: 7, merged_pages: 6, profit_bytes: Some(-448) };
+        let all = ProcessStat { rmap_items: 7, merged_pages: 6, profit_bytes: Some(-448), merges_all: None };
         assert_eq!(parse_stat(text), all);
         assert_eq!(parse_stat("ksm_rmap_items 7\n"), ProcessStat { rmap_items: 7, ..ProcessStat::default() });
     }

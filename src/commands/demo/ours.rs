@@ -9,7 +9,7 @@ use super::row::{MERGE_MAX, REST, Row, STORM_PAGES, storm};
 use crate::error::Error;
 use crate::output::Progress;
 use crate::{daemon_client, note, units};
-use pagefold_daemon::control::{Answer, Request};
+use pagefold_daemon::control::{Answer, Backend, Request};
 use pagefold_daemon::status::Status;
 use pagefold_os::{ksm, procfs};
 use std::path::{Path, PathBuf};
@@ -70,8 +70,11 @@ impl OwnDaemon {
     fn attach(&self, crew: &Crew) -> Result<Duration, Error> {
         let mut longest = 0;
         for pid in crew.pids() {
-            match daemon_client::ask(&self.socket, &Request::Attach { pid, domain: DOMAIN.to_owned(), cold: false })? {
-                Answer::Attached { still_ns } => longest = longest.max(still_ns),
+            match daemon_client::ask(
+                &self.socket,
+                &Request::Attach { pid, domain: DOMAIN.to_owned(), cold: false, backend: Backend::Agent },
+            )? {
+                Answer::Attached { still_ns, .. } => longest = longest.max(still_ns),
                 _ => return Err("the daemon answered something else".into()),
             }
         }

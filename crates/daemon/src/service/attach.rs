@@ -1,15 +1,17 @@
 //! Attaching to programs that run already, and detaching from them.
 
 use crate::cold::selector::ClientSelector;
+use crate::config::Backend;
+use crate::domain_key::UNNAMED_DOMAIN;
 use crate::service::admission;
 use crate::service::daemon::Daemon;
 use crate::service::park;
-use pagefold_entry::enter::{self, ColdOptions, Entered, Settings, Traces};
+use pagefold_entry::enter::{self, ColdOptions, Entered, EntryError, Settings, Traces};
 use pagefold_entry::image::AgentImage;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{procfs, sock};
+use pagefold_os::{ksm, procfs, sock};
 use pagefold_protocol::handshake::{HOLD_FEATURES, receive};
 use pagefold_protocol::message::{Op, Packet};
 use std::collections::BTreeMap;
@@ -72,6 +74,52 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, as
     }
 }
 
+/// As [`attach`], by what `backend` says. Returns as well why KSM merges its memory, if that is so.
+///
+/// # Errors
+/// As [`attach`].
+pub(crate) fn attach_by(
+    daemon: &Daemon,
+    pid: i32,
+    domain: &str,
+    manage: Manage,
+    backend: Backend,
+    asker: u32,
+) -> Result<(Duration, Option<String>), String> {
+    let why = match backend {
+        Backend::Ksm => String::new(),
+        Backend::Auto
+            if manage == Manage::All && domain == UNNAMED_DOMAIN && ksm::read("run").is_ok_and(|run| run == 1) =>
+        {
+            match enter::look(pid) {
+                Err(EntryError::NoAgent(why)) => why,
+                _ => return Ok((attach(daemon, pid, domain, manage, asker)?, None)),
+            }
+        }
+        Backend::Auto | Backend::Agent => return Ok((attach(daemon, pid, domain, manage, asker)?, None)),
+    };
+    Ok((attach_to_ksm(daemon, pid, domain, manage, asker)?, Some(why)))
+}
+
+/// Has KSM merge the memory of process `pid`; returns how long one of its threads stood still.
+fn attach_to_ksm(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u32) -> Result<Duration, String> {
+    may_ask(pid, asker)?;
+    if manage != Manage::All || domain != UNNAMED_DOMAIN {
+        return Err("KSM knows neither domains nor the cold tier: leave --domain and --cold away".into());
+    }
+    if is_client(daemon, pid) {
+        return Err("it is a client already".into());
+    }
+    if !ksm::read("run").is_ok_and(|run| run == 1) {
+        return Err("KSM does not run (echo 1 > /sys/kernel/mm/ksm/run)".into());
+    }
+    let still = enter::set_merged_by_ksm(pid, true).map_err(|error| error.to_string())?;
+    if ksm::of_process(pid).and_then(|stat| stat.merges_all) == Some(false) {
+        return Err("the kernel refused: KSM for a whole program needs kernel 6.4 or later".into());
+    }
+    Ok(still)
+}
+
 pub(crate) fn is_client(daemon: &Daemon, pid: i32) -> bool {
     lock(&daemon.live.connected).iter().any(|client| client.shared.pid == pid) || daemon.cold.is_linked(pid)
 }
@@ -90,9 +138,16 @@ pub(crate) fn follow_rules(daemon: &Daemon) {
             let (mut refused, mut next) = seen.get(&(pid, started)).copied().unwrap_or((0, now + RULES_LOOK / 2));
             let is_left = lock(&daemon.detached).contains(&(pid, started));
             if !is_left && !is_client(daemon, pid) && refused < TRIES_MAX && now >= next {
-                if let Err(reason) = attach(daemon, pid, &rule.domain, Manage::all(rule.cold), 0) {
-                    daemon.refusals.note(pid, reason);
-                    refused += 1;
+                match attach_by(daemon, pid, &rule.domain, Manage::all(rule.cold), Backend::Auto, 0) {
+                    Ok((_, None)) => {}
+                    Ok((_, Some(why))) => {
+                        daemon.refusals.note(pid, format!("KSM merges its memory: {why}"));
+                        refused = TRIES_MAX;
+                    }
+                    Err(reason) => {
+                        daemon.refusals.note(pid, reason);
+                        refused += 1;
+                    }
                 }
                 next = now + RULES_LOOK * (1 << refused);
             }
@@ -149,8 +204,15 @@ fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
 ///
 /// # Errors
 /// One line: why not, and what to do about it.
-pub(crate) fn detach(daemon: &Daemon, pid: i32) -> Result<u64, String> {
+pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, String> {
     let Some(traces) = traces_in(daemon, pid) else {
+        if let Some(stat) = ksm::of_process(pid).filter(|stat| stat.merges_all == Some(true) && !is_client(daemon, pid))
+        {
+            may_ask(pid, asker)?;
+            enter::set_merged_by_ksm(pid, false).map_err(|error| error.to_string())?;
+            leave_alone(daemon, pid, procfs::start_time(pid));
+            return Ok(stat.merged_pages);
+        }
         let name = procfs::name(pid);
         return Err(match name {
             None => "there is no such process".into(),
@@ -177,11 +239,16 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32) -> Result<u64, String> {
         );
     }
     enter::leave(&traces).map_err(|error| error.to_string())?;
-    if !daemon.config.attach.is_empty() {
-        lock(&daemon.detached).insert((traces.pid, traces.started));
-    }
+    leave_alone(daemon, traces.pid, Some(traces.started));
     daemon.live.forget(|client| client.shared.pid == pid);
     Ok(count)
+}
+
+/// No rule attaches the process again.
+fn leave_alone(daemon: &Daemon, pid: i32, started: Option<u64>) {
+    if !daemon.config.attach.is_empty() {
+        lock(&daemon.detached).extend(started.map(|started| (pid, started)));
+    }
 }
 
 /// What the entry left in process `pid`, if it is an attached client.

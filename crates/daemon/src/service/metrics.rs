@@ -180,17 +180,7 @@ pub fn render(status: &Status) -> String {
         let end = |bucket| wait_histogram::bucket_end(bucket) as f64 / 1e6;
         buckets(&mut out, "freeze_seconds", &labels, &client.freeze_us, end, |bucket| bucket % 4 == 3);
     }
-    head(&mut out, "unmanaged_bytes", "gauge", "Resident memory of clients that is not managed, by reason.");
-    let mut unmanaged: BTreeMap<(u32, &str, &str), u64> = BTreeMap::new();
-    for client in &status.clients {
-        for memory in &client.unmanaged {
-            *unmanaged.entry((client.uid, &client.domain, &memory.reason)).or_default() += memory.bytes;
-        }
-    }
-    for ((uid, name, reason), bytes) in unmanaged {
-        let labels = domain(uid, name);
-        let _ = writeln!(out, "pagefold_unmanaged_bytes{{{labels},reason=\"{}\"}} {bytes}", escape(reason));
-    }
+    of_memory(&mut out, status, domain);
     let tiers = rows(&status.cold.domains, |t| domain(t.uid, &t.name));
     families(&mut out, OF_TIERS, &tiers);
     let log2_end = |bucket| (1u64 << bucket) as f64 / 1e6;
@@ -215,6 +205,32 @@ pub fn render(status: &Status) -> String {
         let _ = writeln!(out, "pagefold_cold_fault_seconds_sum{{{labels}}} {}", client.fault_ns as f64 / 1e9);
     }
     out
+}
+
+/// Sums over the clients of each domain: what is not managed, and what KSM has.
+fn of_memory(out: &mut String, status: &Status, domain: impl Fn(u32, &str) -> String) {
+    let mut unmanaged: BTreeMap<(u32, &str, &str), u64> = BTreeMap::new();
+    let mut leftover: BTreeMap<(u32, &str), [i64; 2]> = BTreeMap::new();
+    for client in &status.clients {
+        for memory in &client.unmanaged {
+            *unmanaged.entry((client.uid, &client.domain, &memory.reason)).or_default() += memory.bytes;
+        }
+        let [handed, profit] = leftover.entry((client.uid, &client.domain)).or_default();
+        *handed = handed.saturating_add_unsigned(client.leftover.handed_bytes);
+        *profit = profit.saturating_add(client.leftover.ksm_profit_bytes);
+    }
+    head(out, "unmanaged_bytes", "gauge", "Resident memory of clients that is not managed, by reason.");
+    for ((uid, name, reason), bytes) in unmanaged {
+        let labels = domain(uid, name);
+        let _ = writeln!(out, "pagefold_unmanaged_bytes{{{labels},reason=\"{}\"}} {bytes}", escape(reason));
+    }
+    let texts = ["Memory of clients that was handed to KSM.", "What KSM saves of it, less its records."];
+    for (index, name) in ["leftover_bytes", "leftover_profit_bytes"].into_iter().enumerate() {
+        head(out, name, "gauge", texts[index]);
+        for ((uid, of), bytes) in &leftover {
+            let _ = writeln!(out, "pagefold_{name}{{{}}} {}", domain(*uid, of), bytes[index]);
+        }
+    }
 }
 
 /// Half, 99 of 100 and all waits since the beginning, and of the last minutes.

@@ -3,6 +3,7 @@
 mod ask;
 mod verbs;
 
+pub use crate::config::Backend;
 pub use ask::{PATIENCE, ask, ask_within};
 pub use verbs::{Answer, ColdOnStop, Request};
 

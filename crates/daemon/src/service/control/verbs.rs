@@ -6,6 +6,7 @@
 use crate::cold::handover::shutdown;
 use crate::cold::selector::ClientSelector;
 use crate::cold::tiers::Tiers;
+use crate::config::Backend;
 use crate::history::History;
 use crate::service::attach::Manage;
 use crate::service::daemon::Daemon;
@@ -57,6 +58,9 @@ pub enum Request {
         /// Evict idle memory to the cold tier instead of merging.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         cold: bool,
+        /// What merges its pages.
+        #[serde(default)]
+        backend: Backend,
     },
     /// Give an attached process private memory, and take the agent out of it.
     Detach {
@@ -102,6 +106,9 @@ pub enum Answer {
     Attached {
         /// For how long one thread of the program stood still, in nanoseconds.
         still_ns: u64,
+        /// Why KSM merges it and no agent, if that is so.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        ksm: Option<String>,
     },
     /// To `Unmerge`.
     Unmerged {
@@ -163,13 +170,13 @@ pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer 
                 no_client(clients, "client of the cold tier", "there is no client of the cold tier: nothing is parked")
             }
         },
-        Request::Attach { pid, domain, cold } => {
-            match attach::attach(daemon, *pid, domain, Manage::all(*cold), asker) {
-                Ok(still) => Answer::Attached { still_ns: still.as_nanos() as u64 },
+        Request::Attach { pid, domain, cold, backend } => {
+            match attach::attach_by(daemon, *pid, domain, Manage::all(*cold), *backend, asker) {
+                Ok((still, ksm)) => Answer::Attached { still_ns: still.as_nanos() as u64, ksm },
                 Err(message) => Answer::Error { message: format!("{pid}: {message}") },
             }
         }
-        Request::Detach { pid } => match attach::detach(daemon, *pid) {
+        Request::Detach { pid } => match attach::detach(daemon, *pid, asker) {
             Ok(count) => Answer::Unmerged { count, left: 0 },
             Err(message) => Answer::Error { message: format!("{pid}: {message}") },
         },
