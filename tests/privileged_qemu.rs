@@ -4,12 +4,12 @@
 mod common;
 
 use common::boot::Console;
-use common::{Daemon, Reaped, can_merge, guest, wait_for};
+use common::{Daemon, Reaped, can_merge, guest, is_root, wait_for};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdin, Stdio};
+use std::process::{ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -85,7 +85,10 @@ impl Guest {
     }
 
     fn start_by(daemon: &Daemon, kernel: &Path, initramfs: &Path, options: &[&str]) -> Guest {
-        let mut command = daemon.run(&[]);
+        Guest::start_with(daemon.run(&[]), kernel, initramfs, options)
+    }
+
+    fn start_with(mut command: Command, kernel: &Path, initramfs: &Path, options: &[&str]) -> Guest {
         command.args(["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-m", "256", "-nodefaults", "-no-reboot"]);
         command.args(["-display", "none", "-serial", "stdio", "-append", "console=ttyS0 quiet panic=-1"]);
         let monitor = initramfs.with_file_name(format!("monitor-{}", MONITORS.fetch_add(1, Ordering::Relaxed)));
@@ -132,6 +135,16 @@ impl Guest {
         let mut monitor = Monitor { answers: BufReader::new(stream).lines(), to };
         monitor.ask("qmp_capabilities", json!({}));
         monitor
+    }
+
+    fn shut_down(mut self) {
+        self.input.write_all(b"stop\n").expect("the guest reads");
+        let mut status = None;
+        wait_for("the guest to shut down", 60, || {
+            status = self.qemu.0.try_wait().expect("wait");
+            status.is_some()
+        });
+        assert!(status.is_some_and(|status| status.success()), "{status:?}\n{}", self.console.text());
     }
 
     fn rounds(&mut self) -> usize {
@@ -194,13 +207,46 @@ fn guests_work_while_they_are_merged() {
     });
     wait_for("the guests' file to be shared again", 120, || daemon.total("pages_sharing") > wanted);
     daemon.verify();
-    for guest in &mut guests {
-        guest.input.write_all(b"stop\n").expect("the guest reads");
-        let mut status = None;
-        wait_for("the guest to shut down", 60, || {
-            status = guest.qemu.0.try_wait().expect("wait");
-            status.is_some()
+    guests.into_iter().for_each(Guest::shut_down);
+}
+
+/// As guests of a host that never heard of pagefold: QEMU itself was started plainly.
+#[test]
+fn guests_that_run_already_are_attached() {
+    let Some(boot) = guest::needs(&[]).filter(|_| can_merge() && is_root()) else { return };
+    let daemon = Daemon::start(&["--scan-interval", "200ms", "--no-keeper"]);
+    let data = vec![("data".to_owned(), guest::noise(DATA_LEN, u64::MAX))];
+    let initramfs = guest::initramfs(daemon.dir.path(), &boot, INIT, &data);
+    let start = |_| Guest::start_with(Command::new("env"), &boot.0.path, &initramfs, &[]);
+    let mut guests: Vec<Guest> = (0..2).map(start).collect();
+    wait_for("the guests to boot", 400, || guests.iter_mut().all(|guest| guest.rounds() > 0));
+    let pids: Vec<String> = guests.iter().map(|guest| guest.qemu.pid().to_string()).collect();
+    let do_with = |verb: &str, pid: &String| {
+        let mut said = String::new();
+        let done = common::comes(120, || {
+            let output = daemon.tool(&[verb, pid]);
+            said = String::from_utf8_lossy(&output.stderr).into_owned();
+            output.status.success()
         });
-        assert!(status.is_some_and(|status| status.success()), "{status:?}\n{}", guest.console.text());
+        assert!(done, "{verb}: {said}");
+    };
+    let mut work_on = || {
+        let before: Vec<usize> = guests.iter_mut().map(Guest::rounds).collect();
+        wait_for("the guests to work on", 120, || {
+            guests.iter_mut().zip(&before).all(|(guest, before)| guest.rounds() > before + 1)
+        });
+    };
+    pids.iter().for_each(|pid| do_with("attach", pid));
+    let wanted = (DATA_LEN / 4096 / 4) as i64;
+    wait_for("the guests' file to be shared", 120, || daemon.total("pages_sharing") > wanted);
+    work_on();
+    daemon.verify();
+    for verb in ["park", "unpark"] {
+        do_with(verb, &pids[0]);
+        work_on();
     }
+    daemon.verify();
+    pids.iter().for_each(|pid| do_with("detach", pid));
+    work_on();
+    guests.into_iter().for_each(Guest::shut_down);
 }
