@@ -47,7 +47,7 @@ pub fn all() -> Vec<Finding> {
     all.push(attach);
     // Programs that could not be entered need not be found.
     all.extend(enters.then(exec_events));
-    all.extend([map_count(), thp(), short_wakes(), ksm(), zswap()]);
+    all.extend([map_count(), thp(), short_wakes(), idle_reads(), ksm(), zswap()]);
     all
 }
 
@@ -209,6 +209,24 @@ fn short_wakes() -> Finding {
             .err()
             .map_or("/dev/cpu_dma_latency opens".to_owned(), |errno| format!("/dev/cpu_dma_latency: {errno}")),
         cure: access("/dev/cpu_dma_latency"),
+    }
+}
+
+/// Whether the kernel can tell which pages no thread reads.
+fn idle_reads() -> Finding {
+    let device = uffd::open_device().ok();
+    let made = Uffd::new(device.as_ref(), uffd::FEATURE_RWP_ASYNC);
+    Finding {
+        name: "reads of idle pages seen by the kernel (Linux 7.3)",
+        works: made.is_ok(),
+        needed: false,
+        detail: match made {
+            Ok(_) => "userfaultfd has RWP_ASYNC; the cold tier does not use it yet".into(),
+            Err(errno) => {
+                format!("userfaultfd has no RWP_ASYNC: {errno}; pages that are read and not written count as idle")
+            }
+        },
+        cure: "none is needed: the cold tier goes by writes, and by how often pages return".into(),
     }
 }
 

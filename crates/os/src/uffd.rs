@@ -35,6 +35,8 @@ pub const FEATURE_POISON: u64 = 1 << 14;
 pub const FEATURE_WP_ASYNC: u64 = 1 << 15;
 /// Pages can be moved.
 pub const FEATURE_MOVE: u64 = 1 << 16;
+/// Accesses to pages that are protected against reads as well leave a mark, and no event; Linux 7.3.
+pub const FEATURE_RWP_ASYNC: u64 = 1 << 17 | 1 << 18;
 
 /// Accesses to absent pages wait.
 pub const MODE_MISSING: u64 = 1 << 0;
