@@ -75,6 +75,36 @@ fn an_idle_program_is_parked_and_a_touch_wakes_it() {
     assert_eq!(host.number(pid, "pages_lost"), 0);
 }
 
+/// What stays parked leaves memory for the disk, and comes back from there, also to a successor of a killed daemon.
+#[test]
+fn what_stays_parked_goes_to_the_file() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let args = ["--park-idle=2s", "--park-within=500ms", "--tier-file-after=2s"];
+    let mut host = Host::start(&[&["--cold-policy=manual", "--cold-scan-interval=200ms"][..], &args].concat());
+    let mut client = Served::start(&host, &[], MIB);
+    let pid = client.pid();
+    let in_file = |host: &Host| {
+        wait_until_parked(host, pid);
+        wait_for("the tier's memory to be empty but for its indexes", 60, || {
+            let domain = &host.status()["cold"]["domains"][0];
+            let number = |field: &str| domain[field].as_u64().expect("a number");
+            number("disk_bytes") > 8 << 20 && number("memory_bytes") - number("metadata_bytes") < 4 << 20
+        });
+    };
+    in_file(&host);
+    client.does("check");
+    in_file(&host);
+    host.kill_daemon();
+    client.does("check");
+    host.wait_for_client(pid);
+    in_file(&host);
+    client.does("fill");
+    client.does("check");
+    assert_eq!(host.number(pid, "pages_lost"), 0);
+}
+
 /// The parking takes seconds here, so that both come in the middle of it.
 #[test]
 fn a_touch_ends_a_parking_and_a_killed_daemon_loses_nothing_of_it() {

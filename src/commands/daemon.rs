@@ -76,6 +76,9 @@ pub struct Args {
     /// Largest size of that file
     #[arg(long, value_name = "SIZE", default_value = "64G", value_parser = units::size)]
     tier_file_max: u64,
+    /// Write to that file what was not used for so long, even while there is memory for it; `never`: only when memory is full
+    #[arg(long, value_name = "TIME", default_value = "never", value_parser = tier_file_after)]
+    tier_file_after: Setting<Duration>,
     /// Percent of run time that clients may lose to refaults of cold pages
     #[arg(long, value_name = "PERCENT", default_value = "1", value_parser = args::percent)]
     refault_budget: f64,
@@ -187,6 +190,10 @@ fn duration_or_never(text: &str) -> Result<Setting<Duration>, String> {
 
 fn park_idle(text: &str) -> Result<Setting<Duration>, String> {
     unless("never", text, |text| args::no_shorter(100, text))
+}
+
+fn tier_file_after(text: &str) -> Result<Setting<Duration>, String> {
+    unless("never", text, |text| args::no_shorter(1000, text))
 }
 
 fn park_within(text: &str) -> Result<Setting<Duration>, String> {
@@ -305,6 +312,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             tier_max_bytes: args.tier_max.0.unwrap_or_else(daemon_client::tier_max_auto),
             directory: (args.tier_dir.as_os_str() != "none").then_some(args.tier_dir),
             file_max_bytes: args.tier_file_max,
+            file_after: args.tier_file_after.0,
             tolerance: args.refault_budget,
             tick: args.cold_scan_interval,
             idle_min: args.cold_idle,

@@ -23,6 +23,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub const ZONE_BYTES: usize = 1 << 20;
 /// Unit of offset, length and address in direct I/O.
 pub const BLOCK_BYTES: usize = 4096;
+/// Most bytes that are read ahead while payloads are read in the order in which they lie.
+const AHEAD_BYTES: usize = 128 << 10;
 
 /// The tier's file operations; tests implement it with failures.
 pub trait Backing: Send + Sync + std::fmt::Debug {
@@ -151,6 +153,38 @@ impl Blocks {
     }
 }
 
+/// What one thread has read from the file last. Writeback packs payloads in the order of their pages, so the next one is often
+/// close behind: then more is read at a time, twice as much as before.
+#[derive(Debug)]
+pub(crate) struct ReadAhead {
+    blocks: Blocks,
+    /// The part of the file that `blocks` holds.
+    first: u64,
+    len: usize,
+    /// The file, and [`Disk::writes`] before it was read: later writes may have replaced it.
+    from: (u64, u64),
+}
+
+impl ReadAhead {
+    pub(crate) fn new() -> ReadAhead {
+        ReadAhead { blocks: Blocks::new(AHEAD_BYTES), first: 0, len: 0, from: (0, 0) }
+    }
+
+    /// The payload at `offset`, if it was read already.
+    fn held(&self, offset: u64, len: usize) -> Option<&[u8]> {
+        let start = usize::try_from(offset.checked_sub(self.first)?).ok()?;
+        self.blocks.get()[..self.len].get(start..start.checked_add(len)?)
+    }
+
+    /// Bytes to read for a payload in the blocks of `needed` bytes from `first` on: whole blocks, within the zone.
+    fn wanted(&self, first: u64, needed: usize) -> usize {
+        let gap = first.checked_sub(self.first).map_or(u64::MAX, |distance| distance.saturating_sub(self.len as u64));
+        let ahead = if self.len > 0 && gap <= AHEAD_BYTES as u64 / 4 { (2 * self.len).min(AHEAD_BYTES) } else { 0 };
+        let zone = ZONE_BYTES as u64;
+        ahead.min(((first / zone + 1) * zone - first) as usize).max(needed)
+    }
+}
+
 #[derive(Debug, Default)]
 struct Zones {
     /// Live payload bytes of each zone.
@@ -162,16 +196,22 @@ struct Zones {
 #[derive(Debug)]
 pub(crate) struct Disk {
     file: Box<dyn Backing>,
+    /// Another number than that of any other file in this process: a thread may serve several.
+    number: u64,
     /// The file's length at adoption, or its limit if that is larger.
     end: u64,
     zones: Mutex<Zones>,
     live: AtomicU64,
+    /// Zones written. It grows before payloads of a zone can be found, so what was read at the same number is no older than they.
+    writes: AtomicU64,
 }
 
 impl Disk {
     pub(crate) fn new(file: Box<dyn Backing>) -> Disk {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         let end = file.bytes_max().max(file.bytes());
-        Disk { file, end, zones: Mutex::default(), live: AtomicU64::new(0) }
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Disk { file, number, end, zones: Mutex::default(), live: AtomicU64::new(0), writes: AtomicU64::new(0) }
     }
 
     pub(crate) fn fd(&self) -> Option<RawFd> {
@@ -214,6 +254,7 @@ impl Disk {
         let offset = u64::from(zone) * ZONE_BYTES as u64;
         match self.file.write(offset, batch) {
             Ok(()) => {
+                self.writes.fetch_add(1, Ordering::Release);
                 self.add_live(offset, 1);
                 Ok(offset)
             }
@@ -255,22 +296,33 @@ impl Disk {
         zones.free = (0..zones.live.len() as u32).filter(|zone| zones.live[*zone as usize] == 0).collect();
     }
 
-    /// Reads the bytes at `offset` into `payload`, through `blocks`, which must hold all blocks that the payload lies in.
-    pub(crate) fn read(&self, offset: u64, payload: &mut [u8], blocks: &mut Blocks) -> io::Result<()> {
+    /// Reads the bytes at `offset` into `payload`, and what follows them into `ahead`. The caller holds a reference to the
+    /// content, so nothing overwrites its zone meanwhile.
+    pub(crate) fn read(&self, offset: u64, payload: &mut [u8], ahead: &mut ReadAhead) -> io::Result<()> {
+        let from = (self.number, self.writes.load(Ordering::Acquire));
+        if let Some(held) = ahead.held(offset, payload.len()).filter(|_| ahead.from == from) {
+            payload.copy_from_slice(held);
+            return Ok(());
+        }
         let block = BLOCK_BYTES as u64;
         let first = offset / block * block;
         let last = offset.checked_add(payload.len() as u64).and_then(|end| end.checked_next_multiple_of(block));
-        let blocks = last.and_then(|last| blocks.get_mut().get_mut(..(last - first) as usize));
-        let Some(blocks) = blocks else { return Err(io::Error::from_raw_os_error(libc::EINVAL)) };
-        // A device may fail once, for example during a path failover or for a weak sector: one retry.
-        if let Err(error) = self.file.read(first, blocks) {
-            match error.raw_os_error() {
-                Some(libc::EIO) => self.file.read(first, blocks)?,
-                _ => return Err(error),
-            }
+        let needed = last.map(|last| (last - first) as usize).filter(|needed| *needed <= AHEAD_BYTES);
+        let Some(needed) = needed else { return Err(io::Error::from_raw_os_error(libc::EINVAL)) };
+        let mut len = ahead.wanted(first, needed);
+        ahead.len = 0;
+        let blocks = ahead.blocks.get_mut();
+        let mut read = self.file.read(first, &mut blocks[..len]);
+        // The file may end behind the payload, in a zone that is not whole; what is read ahead may be damaged. And a device may
+        // fail once, for example during a path failover or for a weak sector: one retry.
+        if matches!(&read, Err(error) if len > needed || error.raw_os_error() == Some(libc::EIO)) {
+            len = needed;
+            read = self.file.read(first, &mut blocks[..len]);
         }
+        read?;
         let start = (offset - first) as usize;
         payload.copy_from_slice(&blocks[start..start + payload.len()]);
+        (ahead.first, ahead.len, ahead.from) = (first, len, from);
         Ok(())
     }
 }
@@ -313,7 +365,7 @@ mod tests {
         let read = |times, errno| {
             let disk = Disk::new(Box::new(Failing(AtomicU64::new(times), errno)));
             let mut payload = [0; 3];
-            let read = disk.read(5000, &mut payload, &mut Blocks::new(2 * BLOCK_BYTES));
+            let read = disk.read(5000, &mut payload, &mut ReadAhead::new());
             read.map(|()| payload).map_err(|error| error.raw_os_error())
         };
         assert_eq!(read(1, libc::EIO), Ok([7; 3]));
@@ -335,10 +387,93 @@ mod tests {
         disk.remove_live(two, 1);
         assert_eq!(disk.write(batch.get()).unwrap_err().raw_os_error(), Some(libc::ENOSPC));
         let mut payload = [0; 3];
-        disk.read(two + 5000, &mut payload, &mut batch).unwrap();
+        disk.read(two + 5000, &mut payload, &mut ReadAhead::new()).unwrap();
         assert_eq!(&payload, b"abc");
         disk.remove_live(one + 5000, 3);
         assert_eq!(disk.held(), ZONE_BYTES as u64);
         assert_eq!(disk.write(batch.get()).unwrap(), one);
+    }
+
+    /// A file of two zones in memory that counts reads.
+    #[derive(Debug)]
+    struct Counting(Mutex<Vec<u8>>, AtomicU64);
+
+    impl Backing for &'static Counting {
+        fn write(&self, offset: u64, blocks: &[u8]) -> io::Result<()> {
+            let mut bytes = lock(&self.0);
+            let end = offset as usize + blocks.len();
+            let len = bytes.len().max(end);
+            bytes.resize(len, 0);
+            bytes[offset as usize..end].copy_from_slice(blocks);
+            Ok(())
+        }
+
+        fn read(&self, offset: u64, blocks: &mut [u8]) -> io::Result<()> {
+            self.1.fetch_add(1, Ordering::Relaxed);
+            let (bytes, start) = (lock(&self.0), offset as usize);
+            let held = bytes.get(start..start + blocks.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+            blocks.copy_from_slice(held);
+            Ok(())
+        }
+
+        fn discard(&self, _: u64, _: u64) {}
+
+        fn bytes_max(&self) -> u64 {
+            2 << 20
+        }
+
+        fn fd(&self) -> Option<RawFd> {
+            None
+        }
+    }
+
+    fn counting() -> (Disk, &'static Counting) {
+        let file: &Counting = Box::leak(Box::new(Counting(Mutex::default(), AtomicU64::new(0))));
+        (Disk::new(Box::new(file)), file)
+    }
+
+    #[test]
+    fn payloads_in_order_are_read_ahead_and_scattered_ones_are_not() {
+        let (disk, file) = counting();
+        let mut batch = Blocks::new(ZONE_BYTES);
+        batch.get_mut().chunks_mut(8).enumerate().for_each(|(at, word)| word.copy_from_slice(&at.to_le_bytes()));
+        // The second zone is half full, and the file ends there.
+        disk.write(batch.get()).unwrap();
+        disk.write(&batch.get()[..ZONE_BYTES / 2]).unwrap();
+        let mut ahead = ReadAhead::new();
+        let mut read = |offset: u64| {
+            let mut payload = [0; 1000];
+            disk.read(offset, &mut payload, &mut ahead).unwrap();
+            let expected = (offset % ZONE_BYTES as u64 / 8).to_le_bytes();
+            assert_eq!(payload[..8], expected, "{offset}");
+        };
+        (0..1500).for_each(|at| read(at * 1000));
+        let in_order = file.1.swap(0, Ordering::Relaxed);
+        assert!(in_order < 30, "{in_order} reads of 1,500 payloads in order");
+        (1..100).for_each(|at| read((at * 600_000) % (1 << 20) / 8 * 8));
+        let scattered = file.1.load(Ordering::Relaxed);
+        assert!((90..=99).contains(&scattered), "{scattered} reads of 99 scattered payloads");
+    }
+
+    #[test]
+    fn what_was_read_ahead_is_forgotten_when_a_zone_is_written() {
+        let (disk, _) = counting();
+        let (mut ahead, mut payload) = (ReadAhead::new(), [0; 8]);
+        let mut batch = Blocks::new(ZONE_BYTES);
+        for round in 1..=3 {
+            batch.get_mut().fill(round);
+            let zone = disk.write(batch.get()).unwrap();
+            for at in [0, 5000, 9000] {
+                disk.read(zone + at, &mut payload, &mut ahead).unwrap();
+                assert_eq!(payload, [round; 8]);
+            }
+            disk.remove_live(zone, 1);
+        }
+        // Another file, by the same thread.
+        let (other, _) = counting();
+        batch.get_mut().fill(9);
+        (0..3).for_each(|_| drop(other.write(batch.get())));
+        other.read(0, &mut payload, &mut ahead).unwrap();
+        assert_eq!(payload, [9; 8]);
     }
 }

@@ -41,7 +41,8 @@ impl Tier {
     /// Advances the tick and cleans up. A thread that may wait calls this every few seconds.
     ///
     /// Contents that were not stored or touched for `recompress_ticks` are compressed densely, slabs with free slots
-    /// are compacted above `waste_percent`, and contents are written back if less than 5 % of the limit is free.
+    /// are compacted above `waste_percent`, and contents are written back if less than 5 % of the limit is free, or when they
+    /// were not used for `write_back_ticks`.
     /// Does very little if nothing has changed.
     pub fn tick(&self) -> Cleaned {
         let tick = self.tick.fetch_add(1, Ordering::Relaxed) + 1;
@@ -65,6 +66,7 @@ impl Tier {
         if self.disk.is_some() && self.arena.held() > self.arena.bytes_max() / 100 * 95 {
             cleaned.written_back = self.write_back(&mut cleaner, self.reclaim_bytes());
         }
+        cleaned.written_back += self.write_back_aged(&mut cleaner);
         let usage = self.arena.usage();
         if usage.free_slots * 100 > usage.held * u64::from(self.config.waste_percent) {
             cleaned.moved = self.compact(&mut cleaner);
@@ -172,6 +174,40 @@ mod tests {
             assert!(stores.into_iter().all(|store| store.join().unwrap()));
         });
         assert_eq!(tier.reclaims.load(Ordering::Relaxed) - before, 1);
+    }
+
+    #[test]
+    fn old_contents_go_to_the_file_although_there_is_memory() {
+        let file = crate::BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
+        let config = Config { bytes_max: 64 << 20, write_back_ticks: 16, ..Config::default() };
+        let tier = Tier::create(config, Some(Box::new(file))).unwrap();
+        let noise = |seed: u64| -> [u8; PAGE_SIZE] {
+            let mut state = seed + 1;
+            std::array::from_fn(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 56) as u8
+            })
+        };
+        for page in 0..1000 {
+            tier.store(1, page, &noise(page), Effort::Fast).unwrap();
+        }
+        let mut page = [0; PAGE_SIZE];
+        for tick in 0..40 {
+            // A page that is in use stays.
+            tier.load(1, 0, &mut page).unwrap();
+            let in_file = tier.stats().contents_on_disk;
+            assert!(tick >= 16 || in_file == 0, "{in_file} contents in the file after {tick} ticks");
+            tier.tick();
+        }
+        let stats = tier.stats();
+        assert_eq!(stats.contents, 1000);
+        // A mostly empty zone is not written.
+        assert!((700..1000).contains(&stats.contents_on_disk), "{stats:?}");
+        assert!(stats.bytes_held < 2 << 20, "{stats:?}");
+        for number in 0..1000 {
+            tier.load(1, number, &mut page).unwrap();
+            assert!(page == noise(number), "page {number}");
+        }
     }
 
     #[test]

@@ -9,6 +9,8 @@ pub(crate) struct CleanerState {
     pub(crate) retry_tick: u64,
     /// Stores seen by the last walk for dense compression, and the tick of the last new one.
     pub(crate) stores_seen: (u64, u64),
+    /// The last walk over old contents found some, so the next tick walks again.
+    pub(crate) has_aged: bool,
     /// Slots freed when compaction last found nothing to do.
     pub(crate) frees_seen: u64,
 }

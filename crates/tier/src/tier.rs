@@ -22,7 +22,7 @@ mod load;
 mod store;
 
 use crate::arena::{Arena, NoSlot, ReserveClass};
-use crate::backing_file::{BLOCK_BYTES, Backing, Blocks, Disk};
+use crate::backing_file::{Backing, Disk, ReadAhead};
 use crate::codec::{Codec, Coder, Dictionary};
 use crate::config::Config;
 use crate::content_index::{Contents, Hasher};
@@ -85,8 +85,7 @@ pub(crate) struct Worker {
     /// Lent out by [`Worker::take_page`].
     pages: Vec<Box<Page>>,
     encoded: Vec<u8>,
-    /// The blocks of the file that one payload may lie in.
-    blocks: Blocks,
+    ahead: ReadAhead,
 }
 
 impl Worker {
@@ -98,7 +97,7 @@ impl Worker {
             base: Box::new([0; PAGE_SIZE]),
             pages: vec![Box::new([0; PAGE_SIZE]), Box::new([0; PAGE_SIZE])],
             encoded: Vec::with_capacity(PAGE_SIZE + 8),
-            blocks: Blocks::new(2 * BLOCK_BYTES),
+            ahead: ReadAhead::new(),
         }
     }
 

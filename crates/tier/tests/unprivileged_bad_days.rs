@@ -43,8 +43,8 @@ impl Backing for Handle {
     fn read(&self, offset: u64, blocks: &mut [u8]) -> io::Result<()> {
         fail(&self.0.read_errno)?;
         let bytes = self.0.bytes.lock().unwrap();
-        let len = blocks.len();
-        blocks.copy_from_slice(&bytes[offset as usize..][..len]);
+        let held = bytes.get(offset as usize..offset as usize + blocks.len());
+        blocks.copy_from_slice(held.ok_or(io::ErrorKind::UnexpectedEof)?);
         if self.0.flip.load(Ordering::Relaxed) {
             blocks.iter_mut().for_each(|byte| *byte ^= 0x10);
         }

@@ -14,6 +14,8 @@ pub struct Config {
     pub directory: Option<PathBuf>,
     /// Bytes that such a file may have.
     pub file_max_bytes: u64,
+    /// Contents that were not used for so long go to the file while there is memory, too; `None`: only when memory is full.
+    pub file_after: Option<Duration>,
     /// Share of run time that may be lost to refaults, if the client names none.
     pub tolerance: f64,
     /// Unit of a page's age, and pause between two looks at a client.
@@ -46,6 +48,7 @@ impl Default for Config {
             tier_max_bytes: 4 << 30,
             directory: None,
             file_max_bytes: 64 << 30,
+            file_after: None,
             tolerance: 0.01,
             tick: Duration::from_secs(5),
             idle_min: Duration::from_secs(10),

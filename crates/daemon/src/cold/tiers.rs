@@ -74,9 +74,11 @@ impl Tiers {
     pub(crate) fn tier_config(&self, bytes_max: u64) -> pagefold_tier::Config {
         let most = self.config.tier_max_bytes;
         let bytes_max = if bytes_max == 0 { most } else { bytes_max.min(most) };
+        let ticks = |after: Duration| after.as_nanos().div_ceil(self.config.tick.as_nanos().max(1));
         pagefold_tier::Config {
             bytes_max: bytes_max.clamp(4 << 20, 200 << 30),
             patches: self.config.patches,
+            write_back_ticks: self.config.file_after.map_or(0, |after| ticks(after).min(u16::MAX.into()) as u16),
             ..pagefold_tier::Config::default()
         }
     }

@@ -3,6 +3,7 @@
 //! A histogram of ages gives the age above which contents add up to the wanted bytes. These are packed into zones. Once
 //! a zone is written, each page with one of its contents gets a stub. If the write fails, everything stays in memory.
 
+use super::AGE_MAX;
 use super::walk::{Moves, ReferencedWord};
 use crate::arena::{NoSlot, ReserveClass};
 use crate::backing_file::{BLOCK_BYTES, Blocks, ZONE_BYTES};
@@ -30,23 +31,52 @@ impl Tier {
         if self.disk.is_none() || tick < cleaner.retry_tick {
             return 0;
         }
-        let mut result = self.write_back_round(cleaner, bytes_wanted);
+        let round = |cleaner: &mut CleanerState| match self.age_for(bytes_wanted) {
+            Some(age_min) => self.write_back_round(cleaner, age_min, bytes_wanted, true),
+            None => Ok((0, false)),
+        };
+        let mut result = round(cleaner);
         if result == Ok((0, true)) {
             // All candidates were spared, which happens only once in a row.
-            result = self.write_back_round(cleaner, bytes_wanted);
+            result = round(cleaner);
         }
-        let written = result.map_or(0, |(written, _)| written);
-        if result.is_err() {
-            count(&self.counters.writeback_errors);
-            cleaner.retry_tick = tick + 1;
+        self.count_written(cleaner, result).0
+    }
+
+    /// Writes back what was not used for [`Config::write_back_ticks`](crate::Config::write_back_ticks), a twentieth of the limit
+    /// at a time.
+    pub(super) fn write_back_aged(&self, cleaner: &mut CleanerState) -> u64 {
+        let (tick, age_min) = (self.tick.load(Ordering::Relaxed), self.config.write_back_ticks.min(AGE_MAX / 2));
+        // A walk over all pages each eighth of the age.
+        let is_due = cleaner.has_aged || tick.is_multiple_of(u64::from(age_min / 8).max(1));
+        if age_min == 0 || self.disk.is_none() || tick < cleaner.retry_tick || !is_due {
+            return 0;
         }
-        self.counters.written_back.fetch_add(written, Ordering::Relaxed);
+        let result = self.write_back_round(cleaner, age_min, self.reclaim_bytes(), false);
+        let (written, is_spared) = self.count_written(cleaner, result);
+        cleaner.has_aged = written > 0 || is_spared || result.is_err();
         written
     }
 
-    /// Walks once; returns the contents written, and whether any was spared.
-    fn write_back_round(&self, cleaner: &mut CleanerState, bytes_wanted: u64) -> Result<(u64, bool), WritebackFailed> {
-        let Some(age_min) = self.age_for(bytes_wanted) else { return Ok((0, false)) };
+    fn count_written(&self, cleaner: &mut CleanerState, result: Result<(u64, bool), WritebackFailed>) -> (u64, bool) {
+        if result.is_err() {
+            count(&self.counters.writeback_errors);
+            cleaner.retry_tick = self.tick.load(Ordering::Relaxed) + 1;
+        }
+        let (written, is_spared) = result.unwrap_or_default();
+        self.counters.written_back.fetch_add(written, Ordering::Relaxed);
+        (written, is_spared)
+    }
+
+    /// Walks once over contents of at least this age; returns the contents written, and whether any was spared.
+    /// A mostly empty zone wastes the file: one is written only if `may_waste` and nothing else was written.
+    fn write_back_round(
+        &self,
+        cleaner: &mut CleanerState,
+        age_min: u16,
+        bytes_wanted: u64,
+        may_waste: bool,
+    ) -> Result<(u64, bool), WritebackFailed> {
         let mut batch = Batch::new();
         let (mut freed, mut written, mut spared, mut failed) = (0, 0, false, false);
         let is_wanted = |at: usize| self.writeback_age(at).is_some_and(|age| age >= age_min);
@@ -74,8 +104,7 @@ impl Tier {
             if failed || freed + batch.used as u64 >= bytes_wanted { Err(NoSlot::Full) } else { Ok(()) }
         });
         cleaner.position = position;
-        // A mostly empty zone wastes the file, unless nothing else was written.
-        if !failed && (written == 0 || batch.used >= ZONE_BYTES / 2) {
+        if !failed && (may_waste && written == 0 || batch.used >= ZONE_BYTES / 2) {
             let mut last = Moves::default();
             match batch.write(self, &mut last) {
                 Some((contents, _)) => written += contents,

@@ -151,7 +151,7 @@ impl Tier {
 
     /// Reads a content into `page` and verifies it. The caller holds a reference to it.
     pub(crate) fn read_content(&self, at: usize, worker: &mut Worker, page: &mut Page) -> Result<(), Unreadable> {
-        let Worker { coder, payload, base_payload, base, blocks, .. } = worker;
+        let Worker { coder, payload, base_payload, base, ahead, .. } = worker;
         let (fingerprint, meta, bytes) = self.copy_out(at, payload).ok_or(Unreadable::Damaged("length"))?;
         let codec = Codec::from_number(meta.codec_number()).ok_or(Unreadable::Damaged("codec"))?;
         let mut bytes = bytes;
@@ -159,7 +159,7 @@ impl Tier {
             let disk = self.disk.as_ref().ok_or(Unreadable::Damaged("no backing file"))?;
             let offset = u64::from_le_bytes(bytes.try_into().unwrap_or([0; 8]));
             let from_disk = base_payload.get_mut(..meta.len as usize).ok_or(Unreadable::Damaged("length"))?;
-            disk.read(offset, from_disk, blocks).map_err(Unreadable::Io)?;
+            disk.read(offset, from_disk, ahead).map_err(Unreadable::Io)?;
             count(&self.counters.loads_from_disk);
             bytes = from_disk;
             if codec == Codec::Patch {
