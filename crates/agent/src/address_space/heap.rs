@@ -34,7 +34,7 @@ pub(crate) fn look() {
 }
 
 /// Where the heap ends now, in whole pages.
-fn end() -> u64 {
+pub(crate) fn end() -> u64 {
     // SAFETY: asks only, for no heap ends at 0.
     let end = unsafe { syscall!(libc::SYS_brk, 0) }.unwrap_or(0) as u64;
     end.next_multiple_of(PAGE)

@@ -19,8 +19,9 @@ use pagefold_protocol::message::{ALL_MIN, LIST_MAX, RegionEntry};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Length of the heap's end that is left alone: it comes and goes.
-const HEAP_END: u64 = 1 << 20;
+/// Length of the heap's end that is left alone: the allocator gives back and takes again more than this at a time
+/// (`M_TOP_PAD`, `M_TRIM_THRESHOLD`).
+const HEAP_END: u64 = 128 << 10;
 
 /// Lists the managed plain memory from address `from` on to `channel`, for the cold tier.
 pub(crate) fn list_anonymous(maps: &Maps, channel: &Channel, from: u64) -> Result<usize> {
@@ -80,6 +81,7 @@ pub(crate) fn list(
         is_executable: false,
         what,
         from,
+        heap_end: heap::end(),
         all: SHARED.all.load(Ordering::Relaxed),
         blocks,
         arenas: Finder::begin(blocks && what != Listed::Pool),
@@ -105,6 +107,7 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     is_executable: bool,
     what: Listed,
     from: u64,
+    heap_end: u64,
     all: bool,
     /// So are blocks of the C library's allocator.
     blocks: bool,
@@ -149,8 +152,8 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         }
         self.is_executable = map.is_executable();
         if self.all && map.name == b"[heap]" {
-            // The top of the heap comes and goes; leave it.
-            let end = map.range.end.saturating_sub(HEAP_END).max(map.range.start);
+            // Merged pages cut the heap into several mappings: only the last one has the end, which comes and goes.
+            let end = self.heap_end.saturating_sub(HEAP_END).clamp(map.range.start, map.range.end);
             self.noted(Range { start: map.range.start, end }, true);
             self.noted(Range { start: end, end: map.range.end }, false);
             return;
