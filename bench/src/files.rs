@@ -1,7 +1,6 @@
 //! Files as the benches handle them: made, copied from this machine, read, counted in the page cache and evicted from it.
 
 use crate::process::{self, Failure};
-use crate::stats::Random;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -23,7 +22,7 @@ pub fn fetched_images() -> PathBuf {
 
 /// Makes a file of `mib` MiB of noise.
 pub fn random_file(path: &Path, mib: usize, seed: u64) -> Result<(), Failure> {
-    let mut random = Random(seed | 1);
+    let mut random = fastrand::Rng::with_seed(seed);
     let mut file = File::create(path)?;
     let mut buffer = vec![0; 1 << 20];
     for _ in 0..mib {

@@ -82,21 +82,20 @@ impl Common {
     }
 }
 
-/// Parses the options of one bench; on an error or --help, what the program should exit with.
-pub fn parse<T: Parser>(name: &str, args: &[String]) -> Result<T, ExitCode> {
-    T::try_parse_from(std::iter::once(format!("pagefold bench {name}")).chain(args.iter().cloned())).map_err(|error| {
-        let _ = error.print();
-        ExitCode::from(if error.use_stderr() { 2 } else { 0 })
-    })
-}
-
-/// The exit code of a bench; a failure is printed.
-pub fn exit_code(name: &str, outcome: Result<(), Failure>) -> ExitCode {
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+/// Runs one bench with its options; returns what the program should exit with. A failure is printed.
+pub fn run<T: Parser>(name: &str, args: &[String], measure: impl FnOnce(T) -> Result<(), Failure>) -> ExitCode {
+    let words = std::iter::once(format!("pagefold bench {name}")).chain(args.iter().cloned());
+    match T::try_parse_from(words) {
+        Ok(args) => measure(args).map_or_else(
+            |error| {
+                eprintln!("pagefold bench {name}: {error}");
+                ExitCode::FAILURE
+            },
+            |()| ExitCode::SUCCESS,
+        ),
         Err(error) => {
-            eprintln!("pagefold bench {name}: {error}");
-            ExitCode::FAILURE
+            let _ = error.print();
+            ExitCode::from(if error.use_stderr() { 2 } else { 0 })
         }
     }
 }

@@ -1,10 +1,10 @@
 //! A redis server of a bench's own.
 
 use crate::process::{Running, wait_for};
-use std::io::{self, Read, Write};
+use std::io::{self, BufWriter, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// A server on a socket in a folder, ended with this value.
@@ -32,24 +32,15 @@ impl Redis {
 
     /// Sets keys to values.
     pub fn set(&self, entries: impl Iterator<Item = (String, String)>) -> io::Result<()> {
-        let mut stream = self.connect()?;
-        let (mut request, mut count) = (String::new(), 0);
-        let mut send = |request: &str, count: usize| -> io::Result<()> {
-            stream.write_all(request.as_bytes())?;
-            let mut answers = vec![0; 5 * count];
-            stream.read_exact(&mut answers)?;
-            match answers.chunks(5).all(|answer| answer == b"+OK\r\n") {
-                true => Ok(()),
-                false => Err(io::Error::other("redis-server refuses a value")),
-            }
-        };
+        let mut client = Command::new("redis-cli");
+        client.arg("-s").arg(&self.socket).arg("--pipe").stdin(Stdio::piped()).stdout(Stdio::null());
+        let mut client = Running::start(&mut client)?;
+        let mut input = BufWriter::new(client.0.stdin.take().ok_or(io::ErrorKind::BrokenPipe)?);
         for (key, value) in entries {
-            request += &format!("*3\r\n$3\r\nSET\r\n${}\r\n{key}\r\n${}\r\n{value}\r\n", key.len(), value.len());
-            count += 1;
-            if count == 500 {
-                send(&std::mem::take(&mut request), std::mem::take(&mut count))?;
-            }
+            write!(input, "*3\r\n$3\r\nSET\r\n${}\r\n{key}\r\n${}\r\n{value}\r\n", key.len(), value.len())?;
         }
-        send(&request, count)
+        drop(input.into_inner()?);
+        let status = client.0.wait()?;
+        status.success().then_some(()).ok_or_else(|| io::Error::other("redis-server refuses a value"))
     }
 }

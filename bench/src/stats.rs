@@ -45,33 +45,11 @@ pub fn quantile<T: Copy>(ascending: &[T], share: f64) -> Option<T> {
     ascending.get((ascending.len() as f64 * share) as usize).or(ascending.last()).copied()
 }
 
-/// Random numbers, the same ones for the same seed.
-pub struct Random(pub u64);
-
-impl Random {
-    /// The next number (xorshift; the seed must not be 0).
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    /// Fills `bytes`, whole words first.
-    pub fn fill(&mut self, bytes: &mut [u8]) {
-        for word in bytes.chunks_mut(8) {
-            word.copy_from_slice(&self.next().to_le_bytes()[..word.len()]);
-        }
-    }
-
-    /// The numbers below `count` in a random order.
-    pub fn order(&mut self, count: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..count).collect();
-        for at in (1..count).rev() {
-            order.swap(at, (self.next() % (at as u64 + 1)) as usize);
-        }
-        order
-    }
+/// The numbers below `count` in a random order, the same for the same seed.
+pub fn order(count: usize, seed: u64) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..count).collect();
+    fastrand::Rng::with_seed(seed).shuffle(&mut order);
+    order
 }
 
 #[cfg(test)]

@@ -38,10 +38,7 @@ struct Args {
 
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
-    match options::parse("coverage", args) {
-        Ok(args) => options::exit_code("coverage", measure(&args)),
-        Err(code) => code,
-    }
+    options::run("coverage", args, |args| measure(&args))
 }
 
 impl Args {

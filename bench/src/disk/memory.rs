@@ -6,7 +6,6 @@ use crate::files::{cached_bytes, copy_files, drop_cached, ext4, read_data};
 use crate::process::{Failure, run};
 use crate::record;
 use crate::scratch::Scratch;
-use crate::stats::Random;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -21,7 +20,7 @@ fn make_images(scratch: &Scratch, size: &Size) -> Result<(PathBuf, Vec<PathBuf>)
             let mut bytes = std::fs::read(file)?;
             // Longer than before and different from the middle on, as a rebuilt program is.
             let half = bytes.len() / 2;
-            Random((n * 1_000_003 + at + 1) as u64).fill(&mut bytes[half..]);
+            fastrand::Rng::with_seed((n * 1_000_003 + at + 1) as u64).fill(&mut bytes[half..]);
             bytes.extend(std::iter::repeat_n(n as u8 + 1, 5000));
             std::fs::write(file, bytes)?;
         }

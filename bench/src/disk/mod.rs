@@ -20,15 +20,10 @@ use std::process::ExitCode;
 
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
-    let args: Args = match options::parse("pagecache", args) {
-        Ok(args) => args,
-        Err(code) => return code,
-    };
-    let outcome = match &args.serve[..] {
+    options::run("pagecache", args, |args: Args| match &args.serve[..] {
         [directory, at] => server::serve_plain(directory, at),
         _ => measure(&args),
-    };
-    options::exit_code("pagecache", outcome)
+    })
 }
 
 fn measure(args: &Args) -> Result<(), Failure> {

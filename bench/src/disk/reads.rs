@@ -6,7 +6,7 @@ use crate::files::{random_file, read_through};
 use crate::process::Failure;
 use crate::record;
 use crate::scratch::Scratch;
-use crate::stats::{Random, quartiles};
+use crate::stats::quartiles;
 use serde_json::json;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -19,11 +19,11 @@ const SLICES: usize = 60;
 fn random_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
     let file = File::open(path)?;
     let blocks = file.metadata()?.len() / 4096;
-    let (mut random, mut buffer) = (Random(0x1234_5678_9abc_def1), [0; 4096]);
+    let (mut random, mut buffer) = (fastrand::Rng::with_seed(1), [0; 4096]);
     let (started, mut count) = (Instant::now(), 0u64);
     while started.elapsed() < time {
         for _ in 0..64 {
-            file.read_exact_at(&mut buffer, random.next() % blocks * 4096)?;
+            file.read_exact_at(&mut buffer, random.u64(0..blocks) * 4096)?;
         }
         count += 64;
     }

@@ -12,86 +12,35 @@ use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Processor time of this thread, in seconds: what a warm read costs, whatever else is running.
-fn cpu_s() -> f64 {
-    pagefold_os::sched::thread_cpu_ns() as f64 / 1e9
-}
-
-/// A whole file mapped shared and read-only.
-fn map(path: &Path) -> Result<Mapping, Failure> {
-    let file = File::open(path)?;
-    let len = file.metadata()?.len() as usize;
-    Ok(Mapping::file(file.as_raw_fd(), 0, len, libc::PROT_READ, libc::MAP_SHARED)?)
-}
-
-fn sum(mapping: &Mapping) -> u64 {
-    // SAFETY: the mapping is readable and as long as its file, which stays whole during the bench; the slice does not outlive
-    // the mapping.
-    let words = unsafe { std::slice::from_raw_parts(mapping.as_ptr().cast::<u64>(), mapping.len() / 8) };
-    words.iter().fold(0u64, |sum, word| sum.wrapping_add(*word))
-}
-
-/// Warm reads and maps, plain against mount, in turn: of the largest file, and of files below 2 MiB (most of a tree).
-/// `mapped` reads a standing mapping, `map and read` maps the file anew each time, page faults and all.
-pub(super) fn throughput(plain: &Path, mounted: &Path, rounds: usize, out: &mut Vec<Value>) -> Result<(), Failure> {
-    let all = files(plain);
-    let largest = all.iter().max_by_key(|(_, size)| *size).ok_or("an empty tree")?.clone();
-    let mut small: Vec<_> = all.into_iter().filter(|(_, size)| (64 << 10..2 << 20).contains(size)).collect();
-    small.sort_by_key(|(_, size)| std::cmp::Reverse(*size));
-    small.truncate(100);
-    for (what, list) in [
-        ("read", vec![largest.clone()]),
-        ("read, small files", small.clone()),
-        ("mapped", vec![largest.clone()]),
-        ("map and read", vec![largest]),
-        ("map and read, small files", small),
-    ] {
-        let there = |(path, size): &(PathBuf, u64)| -> Result<(PathBuf, u64), Failure> {
-            Ok((mounted.join(path.strip_prefix(plain)?), *size))
-        };
-        let other = list.iter().map(there).collect::<Result<Vec<_>, Failure>>()?;
-        let bytes: u64 = list.iter().map(|(_, size)| size).sum();
-        if bytes == 0 {
-            continue;
+/// Maps the largest file anew and reads it, of the plain tree and of the mount in turn: page faults and all, by processor time.
+pub(super) fn map_and_read(plain: &Path, mounted: &Path, rounds: usize, out: &mut Vec<Value>) -> Result<(), Failure> {
+    let (path, bytes) = files(plain).into_iter().max_by_key(|(_, size)| *size).ok_or("an empty tree")?;
+    // Enough passes that a round takes tens of milliseconds.
+    let passes = ((512 << 20) / bytes.max(1)).clamp(1, 200);
+    let gb_per_s = |path: &Path| -> Result<f64, Failure> {
+        let (file, start) = (File::open(path)?, pagefold_os::sched::thread_cpu_ns());
+        for _ in 0..passes {
+            let map = Mapping::file(file.as_raw_fd(), 0, bytes as usize, libc::PROT_READ, libc::MAP_SHARED)?;
+            // SAFETY: the mapping is readable and as long as its file, which stays whole during the bench; the slice does not
+            // outlive the mapping.
+            let words = unsafe { std::slice::from_raw_parts(map.as_ptr().cast::<u64>(), map.len() / 8) };
+            std::hint::black_box(words.iter().fold(0u64, |sum, word| sum.wrapping_add(*word)));
         }
-        // Enough passes that a round takes tens of milliseconds of CPU time.
-        let passes = ((512 << 20) / bytes).clamp(1, 200);
-        let once = |list: &[(PathBuf, u64)]| -> Result<f64, Failure> {
-            let standing = match what {
-                "mapped" => list.iter().map(|(path, _)| map(path)).collect::<Result<Vec<_>, _>>()?,
-                _ => Vec::new(),
-            };
-            std::hint::black_box(standing.iter().map(sum).fold(0, u64::wrapping_add));
-            let start = cpu_s();
-            for _ in 0..passes {
-                if what.starts_with("read") {
-                    std::hint::black_box(read_all(list)?);
-                } else if what == "mapped" {
-                    std::hint::black_box(standing.iter().map(sum).fold(0, u64::wrapping_add));
-                } else {
-                    for (path, _) in list {
-                        std::hint::black_box(sum(&map(path)?));
-                    }
-                }
-            }
-            Ok((bytes * passes) as f64 / (cpu_s() - start) / 1e9)
-        };
-        once(&list)?;
-        once(&other)?;
-        let (mut a, mut b, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-        for _ in 0..rounds {
-            a.push(once(&list)?);
-            b.push(once(&other)?);
-            ratios.push(b.last().expect("just pushed") / a.last().expect("just pushed"));
-        }
-        let (ratio, a, b) = (Spread::of(ratios), Spread::of(a), Spread::of(b));
-        out.push(json!({ "bench": "warm", "what": what, "bytes": bytes, "files": list.len(), "rounds": rounds,
-            "ext4_gb_per_s": a.median, "pagefold_gb_per_s": b.median, "ratio_of_fastest": b.high / a.high,
-            "ratio": ratio.median, "ratio_min": ratio.low, "ratio_max": ratio.high }));
+        Ok((bytes * passes) as f64 / (pagefold_os::sched::thread_cpu_ns() - start) as f64)
+    };
+    let places = [path.clone(), mounted.join(path.strip_prefix(plain)?)];
+    places.iter().try_for_each(|place| gb_per_s(place).map(drop))?;
+    let measured = (0..rounds).map(|_| Ok([gb_per_s(&places[0])?, gb_per_s(&places[1])?]));
+    let measured = measured.collect::<Result<Vec<_>, Failure>>()?;
+    for (number, peer) in ["plain directory", "pagefold"].into_iter().enumerate() {
+        let gb_per_s = Spread::of(measured.iter().map(|round| round[number]));
+        out.push(
+            json!({ "bench": "map and read", "peer": peer, "bytes": bytes, "rounds": rounds, "gb_per_s": gb_per_s }),
+        );
     }
     Ok(())
 }

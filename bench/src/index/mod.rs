@@ -33,16 +33,13 @@ struct Args {
 
 /// Runs the benchmark.
 pub fn run(args: &[String]) -> ExitCode {
-    let args: Args = match options::parse("index", args) {
-        Ok(args) => args,
-        Err(code) => return code,
-    };
-    if let Some(plan) = &args.common.child {
-        let plan: Plan = serde_json::from_str(plan).expect("the driver's own plan");
-        println!("{}", json!(run::measure(&plan)));
-        return ExitCode::SUCCESS;
-    }
-    options::exit_code("index", drive(&args))
+    options::run("index", args, |args: Args| match &args.common.child {
+        Some(plan) => {
+            println!("{}", json!(run::measure(&serde_json::from_str(plan)?)));
+            Ok(())
+        }
+        None => drive(&args),
+    })
 }
 
 /// A structure with a number of threads, and each figure of each round.

@@ -32,15 +32,13 @@ struct Args {
 
 /// Runs the benchmark.
 pub fn run(args: &[String]) -> ExitCode {
-    let args: Args = match options::parse("kv", args) {
-        Ok(args) => args,
-        Err(code) => return code,
-    };
-    if let Some(plan) = &args.common.child {
-        child(&serde_json::from_str(plan).expect("the driver's own plan"));
-        return ExitCode::SUCCESS;
-    }
-    options::exit_code("kv", args.tables.iter().try_for_each(|table| rows(&args, table)))
+    options::run("kv", args, |args: Args| match &args.common.child {
+        Some(plan) => {
+            child(&serde_json::from_str(plan)?);
+            Ok(())
+        }
+        None => args.tables.iter().try_for_each(|table| rows(&args, table)),
+    })
 }
 
 /// What a child measures, or reads for another child.

@@ -41,12 +41,10 @@ const PARTS: [(Part, Measure); 6] = [
 
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
-    let args: Args = match options::parse("pageone", args) {
-        Ok(args) => args,
-        Err(code) => return code,
-    };
-    let result = if args.client.is_empty() { measure(args) } else { workload::member(&args.client) };
-    options::exit_code("pageone", result)
+    options::run("pageone", args, |args: Args| match args.client.is_empty() {
+        true => measure(args),
+        false => workload::member(&args.client),
+    })
 }
 
 /// Whether KSM can be measured: as root, on a kernel that has it, while no other program uses it.

@@ -2,7 +2,7 @@
 
 use crate::instance::Instance;
 use crate::process::{self, Failure};
-use crate::stats::{Random, quantile};
+use crate::stats::{self, quantile};
 use clap::ValueEnum;
 use pagefold_agent::client::{Client, Region};
 use pagefold_os::{PAGE_SIZE, procfs};
@@ -200,11 +200,11 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
             }
             ["churn", rate, millis] => {
                 let (rate, time) = (rate.parse::<f64>()?, Duration::from_millis(millis.parse()?));
-                let (mut times, mut random) = (Vec::new(), random(number));
+                let (mut times, mut random) = (Vec::new(), fastrand::Rng::with_seed(number));
                 let began = Instant::now();
                 while began.elapsed() < time {
                     while (times.len() as f64) < began.elapsed().min(time).as_secs_f64() * rate {
-                        let place = (random.next() % pages) as usize;
+                        let place = random.u64(0..pages) as usize;
                         let byte = &raw mut bytes[place * PAGE_SIZE];
                         let before = Instant::now();
                         // SAFETY: the pointer is into `bytes`, by the index just checked; volatile, so that it is written although nothing changes.
@@ -257,20 +257,16 @@ fn bytes(memory: &mut Memory) -> &mut [u8] {
     }
 }
 
-fn random(number: u64) -> Random {
-    Random((number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-}
-
 /// Which page's content lies at each place.
 fn order(layout: PageLayout, pages: u64, number: u64) -> Vec<u64> {
     let unit = layout.unit();
-    let units = random(number).order(pages.div_ceil(unit) as usize);
+    let units = stats::order(pages.div_ceil(unit) as usize, number);
     units.into_iter().flat_map(|first| first as u64 * unit..(first as u64 * unit + unit).min(pages)).collect()
 }
 
 /// Writes the content of page `id`: random, after a prefix of zeros (0 to 256 bytes) if `zero`.
 fn fill(page: &mut [u8], id: u64, zero: bool) {
-    random(id).fill(page);
+    fastrand::Rng::with_seed(id).fill(page);
     if zero {
         let prefix = (id.wrapping_mul(0xD134_2543_DE82_EF95) >> 40) as usize % 257;
         page[..prefix].fill(0);

@@ -42,10 +42,7 @@ struct Args {
 
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
-    match options::parse("sandboxes", args) {
-        Ok(args) => options::exit_code("sandboxes", measure(&args)),
-        Err(code) => code,
-    }
+    options::run("sandboxes", args, |args| measure(&args))
 }
 
 /// What is measured: how many sandboxes of what size, and for how long they wait.

@@ -24,10 +24,14 @@ pub enum Way {
     Ksm,
     /// The same with zswap; when they wait, a limit of their control group has the kernel take what it can, and is lifted.
     KsmZswap,
+    /// The same with a swap file alone, on disk.
+    KsmSwap,
     /// `pagefold run --manage all` under a park policy: merged live, and what is left goes to the cold tier.
     Merged,
     /// `pagefold run --cold` under a park policy: the cold tier alone.
     Cold,
+    /// The same, and what stays cold goes to the tier's file on disk.
+    File,
 }
 
 /// What was measured in one round.
@@ -59,6 +63,7 @@ struct RunningEngine {
     ksm: Option<ksm::Settings>,
     group: Option<Group>,
     zswap: Option<Zswap>,
+    writes_file: bool,
 }
 
 /// The part of their memory to which the kernel is asked to go.
@@ -70,7 +75,7 @@ const AT_ONCE: usize = 10;
 
 impl Way {
     /// In this order they are measured.
-    pub const ALL: [Way; 5] = [Way::Nothing, Way::Ksm, Way::KsmZswap, Way::Merged, Way::Cold];
+    pub const ALL: [Way; 7] = [Way::Nothing, Way::Ksm, Way::KsmZswap, Way::KsmSwap, Way::Merged, Way::Cold, Way::File];
 
     /// As the table calls it.
     pub fn name(self) -> &'static str {
@@ -78,18 +83,20 @@ impl Way {
             Way::Nothing => "nothing",
             Way::Ksm => "KSM",
             Way::KsmZswap => "KSM, zswap",
+            Way::KsmSwap => "KSM, swap on disk",
             Way::Merged => "pagefold, merged and parked",
             Way::Cold => "pagefold, cold tier",
+            Way::File => "pagefold, cold tier's file on disk",
         }
     }
 
     /// Why it cannot be measured here, if it cannot.
     pub fn can_be_measured(self) -> Result<(), String> {
         match self {
-            Way::Nothing | Way::Merged | Way::Cold => Ok(()),
+            Way::Nothing | Way::Merged | Way::Cold | Way::File => Ok(()),
             _ if !process::is_root() => Err("it needs root".into()),
             Way::Ksm => ksm::unused().map_err(|error| error.to_string()),
-            Way::KsmZswap => {
+            Way::KsmZswap | Way::KsmSwap => {
                 ksm::unused().and_then(|()| group::zswap_lies_outside()).map_err(|error| error.to_string())?;
                 let zswap = Path::new("/sys/module/zswap/parameters/enabled").exists();
                 zswap.then_some(()).ok_or_else(|| "this kernel has no zswap".into())
@@ -98,24 +105,32 @@ impl Way {
     }
 
     fn engine(self, plan: Plan) -> Result<RunningEngine, Failure> {
-        let is_ours = matches!(self, Way::Merged | Way::Cold);
+        let is_ours = matches!(self, Way::Merged | Way::Cold | Way::File);
         // Merging comes first.
         let idle = format!("--park-idle={}s", plan.settles.as_secs() / 3);
-        let policy = ["--cold-policy=manual", &idle, "--park-within=2s"];
-        let with_zswap = self == Way::KsmZswap;
+        let mut policy = vec!["--cold-policy=manual", &idle, "--park-within=2s"];
+        if self == Way::File {
+            policy.extend(["--cold-scan-interval=1s", "--tier-file-after=5s"]);
+        }
+        let with_swap = matches!(self, Way::KsmZswap | Way::KsmSwap);
         let swap = (plan.sandboxes * (plan.mib + 64) * 2) as u64 * (1 << 20);
         Ok(RunningEngine {
             daemon: is_ours.then(|| Daemon::start(&policy)).transpose()?,
-            ksm: matches!(self, Way::Ksm | Way::KsmZswap).then(ksm_peer::at_full_speed).transpose()?,
-            group: with_zswap.then(|| Group::of_run("sandboxes")).transpose()?,
-            zswap: with_zswap.then(|| Zswap::start(swap)).transpose()?,
+            ksm: (self == Way::Ksm || with_swap).then(ksm_peer::at_full_speed).transpose()?,
+            group: with_swap.then(|| Group::of_run("sandboxes")).transpose()?,
+            zswap: match self {
+                Way::KsmZswap => Some(Zswap::start(swap)?),
+                Way::KsmSwap => Some(Zswap::swap_alone(swap)?),
+                _ => None,
+            },
+            writes_file: self == Way::File,
         })
     }
 
     fn command(self, engine: &RunningEngine, seed: usize, mib: usize) -> Command {
         let mut words = match (self, &engine.daemon) {
             (Way::Merged, Some(daemon)) => daemon.run(&["--manage", "all"]),
-            (Way::Cold, Some(daemon)) => daemon.run(&["--cold"]),
+            (Way::Cold | Way::File, Some(daemon)) => daemon.run(&["--cold"]),
             _ => Vec::new(),
         };
         words.extend(["python3".into(), format!("{HOLDERS}/sandbox.py"), seed.to_string(), mib.to_string()]);
@@ -209,6 +224,12 @@ impl RunningEngine {
                 let clients = daemon.status().ok()?.cold.clients;
                 (!clients.is_empty() && clients.iter().all(|client| client.activity == Activity::Parked)).then_some(())
             })?;
+            if self.writes_file {
+                wait_for("the tier to write what is parked to its file", PARK_MAX, || {
+                    let domain = daemon.status().ok()?.cold.domains.pop()?;
+                    (domain.memory_bytes - domain.metadata_bytes < domain.disk_bytes / 8).then_some(())
+                })?;
+            }
         }
         if let Some(group) = &self.group {
             // The kernel swaps before it drops the file cache.

@@ -9,7 +9,7 @@ use std::io;
 /// zswap over a swap file. Swap goes off before the switches go back.
 pub struct Zswap {
     _swap: SwapFile,
-    _switches: [Undo; 3],
+    _switches: Vec<Undo>,
 }
 
 impl Zswap {
@@ -17,14 +17,25 @@ impl Zswap {
     ///
     /// Refuses if there is swap already: its pages would count as ours.
     pub fn start(bytes: u64) -> io::Result<Zswap> {
-        if fs::read_to_string("/proc/swaps")?.lines().count() > 1 {
-            return Err(io::Error::other("there is swap already"));
-        }
         let switches = [
             Undo::set("/proc/sys/vm/page-cluster", "0")?,
             Undo::set("/sys/module/zswap/parameters/max_pool_percent", "50")?,
             Undo::set("/sys/module/zswap/parameters/enabled", "Y")?,
         ];
+        Zswap::over_file(bytes, switches.into())
+    }
+
+    /// The swap file alone: zswap is off, and the kernel reads neighbours ahead as it does by default.
+    pub fn swap_alone(bytes: u64) -> io::Result<Zswap> {
+        let switches =
+            vec![Undo::set("/proc/sys/vm/page-cluster", "3")?, Undo::set("/sys/module/zswap/parameters/enabled", "N")?];
+        Zswap::over_file(bytes, switches)
+    }
+
+    fn over_file(bytes: u64, switches: Vec<Undo>) -> io::Result<Zswap> {
+        if fs::read_to_string("/proc/swaps")?.lines().count() > 1 {
+            return Err(io::Error::other("there is swap already"));
+        }
         let file = std::env::temp_dir().join(format!("pagefold-bench-swap-{}", std::process::id()));
         Ok(Zswap { _swap: SwapFile::new(file, bytes)?, _switches: switches })
     }

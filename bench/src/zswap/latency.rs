@@ -3,7 +3,7 @@
 use super::kernel::Zswap;
 use super::measure::{Area, Busy, as_pages, timed};
 use super::row;
-use crate::stats::Random;
+use crate::stats;
 use pagefold_tier::region::ColdRegion;
 use pagefold_tier::{Config, Effort, Tier};
 use serde_json::Value;
@@ -19,7 +19,7 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Value> {
     let pages = as_pages(set);
     let step = (pages.len() / count).max(1);
     let pages: Vec<&[u8; 4096]> = pages.iter().step_by(step).take(count).map(|(_, page)| *page).collect();
-    let order = Random(7).order(pages.len());
+    let order = stats::order(pages.len(), 7);
     let mut rows = Vec::new();
     for (label, effort) in [("LZ4", Effort::Fast), ("zstd + dictionary", Effort::Dense)] {
         match served_here(&pages, effort, &order) {

@@ -10,7 +10,7 @@ use super::row;
 use crate::instance::Instance;
 use crate::process::{self, Failure, wait_for};
 use crate::restore::Undo;
-use crate::stats::{Random, quantile};
+use crate::stats::{self, quantile};
 use crate::tool::{self, Daemon};
 use pagefold_agent::client::{Client, ColdOptions, Region};
 use pagefold_daemon::cold::ClientSelector;
@@ -30,7 +30,7 @@ pub fn client(words: &[String]) -> Result<(), Failure> {
     let mut region = Region::new(&client, len)?;
     std::fs::File::open(file)?.read_exact(&mut region[..len])?;
     let pages = len / 4096;
-    let order = Random(7).order(pages);
+    let order = stats::order(pages, 7);
     println!("ready");
     let region: &[u8] = &region;
     // Volatile, because the touch itself is timed.

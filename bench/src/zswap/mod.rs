@@ -68,14 +68,17 @@ impl Args {
 }
 
 /// Runs the benchmark with the arguments after its name.
-pub fn run(words: &[String]) -> ExitCode {
-    let args: Args = match options::parse("zswap", words) {
-        Ok(args) => args,
-        Err(code) => return code,
-    };
-    if !args.client.is_empty() {
-        return options::exit_code("zswap", live::client(&args.client));
-    }
+pub fn run(args: &[String]) -> ExitCode {
+    options::run("zswap", args, |args: Args| match &args.client[..] {
+        [] => {
+            measure(&args);
+            Ok(())
+        }
+        client => live::client(client),
+    })
+}
+
+fn measure(args: &Args) {
     record::emit(Vec::new());
     record::emit_versions(serde_json::json!({ "zswap": kernel::Zswap::compressor() }));
     if args.wants(Part::Index) {
@@ -83,7 +86,7 @@ pub fn run(words: &[String]) -> ExitCode {
     }
     if [Part::Density, Part::Latency, Part::Live].into_iter().any(|part| args.wants(part)) {
         match pages::unrelated(if args.extent.quick { 24 << 20 } else { 256 << 20 }) {
-            Ok(pages) => on_unrelated(&args, &pages),
+            Ok(pages) => on_unrelated(args, &pages),
             Err(error) => eprintln!("SKIPPED: live pages of unrelated programs: {error}"),
         }
     }
@@ -94,11 +97,10 @@ pub fn run(words: &[String]) -> ExitCode {
     let guests = args.guests.unwrap_or(if args.extent.quick { 0 } else { 4 });
     if (args.wants(Part::Density) || args.wants(Part::Live)) && guests > 0 {
         match pages::guests(guests) {
-            Ok(pages) => on_guests(&args, &format!("{guests} guests of one distribution"), &pages),
+            Ok(pages) => on_guests(args, &format!("{guests} guests of one distribution"), &pages),
             Err(error) => eprintln!("SKIPPED: guests: {error}"),
         }
     }
-    ExitCode::SUCCESS
 }
 
 fn show_or_skip(what: &str, rows: Result<Vec<Value>, Failure>) {

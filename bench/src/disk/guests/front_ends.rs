@@ -1,25 +1,17 @@
 //! A guest that reads an image through NBD, beside the plain file.
 
-use super::machines::{cpu_s, plain_setup, raw_drive};
-use crate::disk::args::GuestSize;
+use super::machines::{Stage, cpu_s, plain_setup, raw_drive};
 use crate::disk::server::{Mount, Server};
 use crate::process::Failure;
 use crate::record;
-use crate::scratch::Scratch;
 use crate::stats::Spread;
-use crate::vm::{Boot, Guest, Setup};
+use crate::vm::{Guest, Setup};
 use serde_json::json;
-use std::path::Path;
 use std::time::Instant;
 
 /// 4 KiB reads past the guest's own cache, each waiting for the one before: round trips, nothing else.
-pub(super) fn front_ends(
-    scratch: &Scratch,
-    boot: &Boot,
-    directory: &Path,
-    image: &Path,
-    size: &GuestSize,
-) -> Result<(), Failure> {
+pub(super) fn front_ends(Stage { scratch, boot, directory, images, size }: Stage<'_>) -> Result<(), Failure> {
+    let image = &images[0];
     let reads: usize = if size.all_peers { 4000 } else { 500 };
     let socket = scratch.dir.join("nbd");
     let mount = Mount { cache_mib: size.cache_mib(), nbd: Some(socket.clone()), ..Mount::cache(directory) };

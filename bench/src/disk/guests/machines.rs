@@ -1,10 +1,23 @@
 //! Guests and the commands that they run.
 
+use crate::disk::args::GuestSize;
 use crate::disk::server::Server;
 use crate::process::Failure;
+use crate::scratch::Scratch;
 use crate::vm::{Boot, Guest, Setup};
 use pagefold_os::procfs;
 use std::path::{Path, PathBuf};
+
+/// What the parts measure on: a folder for what they make, a guest that boots, images of one tree that were installed apart in a
+/// directory.
+#[derive(Clone, Copy)]
+pub(super) struct Stage<'a> {
+    pub(super) scratch: &'a Scratch,
+    pub(super) boot: &'a Boot,
+    pub(super) directory: &'a Path,
+    pub(super) images: &'a [PathBuf],
+    pub(super) size: &'a GuestSize,
+}
 
 pub(super) const MOUNT: &str = "mount -t ext4 -o ro /dev/vda /mnt && ls /mnt | wc -l";
 pub(super) const READ_TREE: &str = "find /mnt -type f -exec cat {} + | wc -c";

@@ -13,6 +13,7 @@ use crate::process::{self, Failure};
 use crate::record;
 use crate::scratch::Scratch;
 use crate::vm::Boot;
+use machines::Stage;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -32,17 +33,17 @@ pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part)
     };
     record::emit_versions(json!({ "guest_kernel": boot.version }));
     let (directory, images) = tree_images(scratch, size.tree_mib, size.guests)?;
+    let stage = Stage { scratch, boot: &boot, directory: &directory, images: &images, size };
     let mut failed = Vec::new();
     for (part, _) in parts.into_iter().filter(|(_, wanted)| *wanted) {
         eprintln!("pagecache: {part:?}");
         let outcome = match part {
-            Part::Sharing => sharing::sharing(scratch, &boot, &directory, &images, size),
+            Part::Sharing => sharing::sharing(stage),
             Part::Overhead => {
-                let count = if size.all_peers { 2 } else { 1 };
-                overhead::overhead(scratch, &boot, &directory, &images[..count], size)
+                overhead::overhead(Stage { images: &images[..if size.all_peers { 2 } else { 1 }], ..stage })
             }
-            Part::FrontEnds => front_ends::front_ends(scratch, &boot, &directory, &images[0], size),
-            _ => pressure::pressure(scratch, &boot, size),
+            Part::FrontEnds => front_ends::front_ends(stage),
+            _ => pressure::pressure(stage),
         };
         failed.extend(outcome.err().map(|error| format!("{part:?}: {error}")));
     }

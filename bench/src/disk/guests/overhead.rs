@@ -1,27 +1,18 @@
 //! What it costs: processor time of guests that work on files.
 
-use super::machines::{BUILD, MOUNT, WORK, boot_all, cpu_s, plain_setup, raw_drive, through};
-use crate::disk::args::GuestSize;
+use super::machines::{BUILD, MOUNT, Stage, WORK, boot_all, cpu_s, plain_setup, raw_drive, through};
 use crate::disk::server::{Mount, Server};
 use crate::process::Failure;
 use crate::record;
-use crate::scratch::Scratch;
 use crate::stats::Spread;
-use crate::vm::{self, Boot, Guest, same};
+use crate::vm::{self, Guest, same};
 use serde_json::json;
-use std::path::{Path, PathBuf};
 
 fn guests_have(guests: &mut [Guest], path: &str) -> Result<bool, Failure> {
     Ok(vm::all(guests, &format!("ls {path}"))?.iter().all(|said| said == path))
 }
 
-pub(super) fn overhead(
-    scratch: &Scratch,
-    boot: &Boot,
-    directory: &Path,
-    images: &[PathBuf],
-    size: &GuestSize,
-) -> Result<(), Failure> {
+pub(super) fn overhead(Stage { scratch, boot, directory, images, size }: Stage<'_>) -> Result<(), Failure> {
     let server = Server::start(scratch, Mount { cache_mib: size.cache_mib(), ..Mount::cache(directory) })?;
     let mut plain = boot_all(boot, images.iter().map(|image| raw_drive(image, "writeback")), &plain_setup())?;
     let mut ours = boot_all(boot, through(&server, images), &plain_setup())?;

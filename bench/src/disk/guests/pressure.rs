@@ -1,15 +1,13 @@
 //! Memory for one: guests that read independent copies of one file.
 
-use super::machines::{boot_all, raw_drive, through};
-use crate::disk::args::GuestSize;
+use super::machines::{Stage, boot_all, raw_drive, through};
 use crate::disk::server::{Mount, Server};
 use crate::files::{drop_cached, random_file, read_through};
 use crate::group::Group;
 use crate::process::{Failure, vmstat};
 use crate::record;
 use crate::restore::SwapFile;
-use crate::scratch::Scratch;
-use crate::vm::{self, Boot, Guest, Setup, same};
+use crate::vm::{self, Guest, Setup, same};
 use pagefold_os::ksm;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -28,11 +26,13 @@ fn process_reads(pid: i32) -> u64 {
     io.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.trim().parse().ok()).unwrap_or(0)
 }
 
-pub(super) fn pressure(scratch: &Scratch, boot: &Boot, size: &GuestSize) -> Result<(), Failure> {
+pub(super) fn pressure(stage: Stage<'_>) -> Result<(), Failure> {
+    let Stage { scratch, size, .. } = stage;
     let directory = scratch.sub("guest-copies")?;
     let copies: Vec<PathBuf> = (0..READERS).map(|n| directory.join(format!("copy{n}.raw"))).collect();
     random_file(&copies[0], size.file_mib, 17)?;
     copies[1..].iter().try_for_each(|copy| std::fs::copy(&copies[0], copy).map(drop))?;
+    let stage = Stage { directory: &directory, images: &copies, ..stage };
     let swap = match SwapFile::new(scratch.dir.join("swap"), 1 << 30) {
         Ok(swap) => swap,
         Err(error) => {
@@ -41,7 +41,7 @@ pub(super) fn pressure(scratch: &Scratch, boot: &Boot, size: &GuestSize) -> Resu
         }
     };
     let fingerprints = scratch.sub("guest-fingerprints")?;
-    learn(scratch, &directory, &copies, size, &fingerprints)?;
+    learn(stage, &fingerprints)?;
     let plain_files = Pressed { name: "plain files, kernel's page cache", ..Pressed::default() };
     let cached = Pressed { name: "pagefold disk", cached: true, ..Pressed::default() };
     let known = Some(&*fingerprints);
@@ -57,7 +57,7 @@ pub(super) fn pressure(scratch: &Scratch, boot: &Boot, size: &GuestSize) -> Resu
         }
         eprintln!("pagecache: memory for one: {}", how.name);
         copies.iter().try_for_each(|copy| drop_cached(copy))?;
-        let mut row = match read_under_pressure(scratch, boot, size, &directory, &copies, &how)? {
+        let mut row = match read_under_pressure(stage, &how)? {
             Ok(row) => row,
             Err(why) => {
                 eprintln!("SKIPPED: memory for one: {}: {why}", how.name);
@@ -86,17 +86,11 @@ pub(super) fn pressure(scratch: &Scratch, boot: &Boot, size: &GuestSize) -> Resu
 }
 
 /// Reads all copies through a mount once, so that their fingerprints are there.
-fn learn(
-    scratch: &Scratch,
-    directory: &Path,
-    copies: &[PathBuf],
-    size: &GuestSize,
-    store: &Path,
-) -> Result<(), Failure> {
+fn learn(Stage { scratch, directory, images, size, .. }: Stage<'_>, store: &Path) -> Result<(), Failure> {
     let fingerprints = Some(store.to_owned());
     let server =
         Server::start(scratch, Mount { cache_mib: size.file_mib + 64, fingerprints, ..Mount::cache(directory) })?;
-    for copy in copies {
+    for copy in images {
         read_through(&server.at.join(copy.file_name().ok_or("no name")?))?;
     }
     Ok(())
@@ -131,12 +125,8 @@ fn ksm_by_default() -> std::io::Result<ksm::Settings> {
 
 /// One row, or why it cannot be measured here.
 fn read_under_pressure(
-    scratch: &Scratch,
-    boot: &Boot,
-    size: &GuestSize,
-    directory: &Path,
-    copies: &[PathBuf],
-    how: &Pressed,
+    Stage { scratch, boot, directory, images, size }: Stage<'_>,
+    how: &Pressed<'_>,
 ) -> Result<Result<Value, String>, Failure> {
     // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
@@ -158,8 +148,8 @@ fn read_under_pressure(
         false => None,
     };
     let mut guests = match &server {
-        Some(server) => boot_all(boot, through(server, copies), &setup)?,
-        None => boot_all(boot, copies.iter().map(|copy| raw_drive(copy, "writeback")), &setup)?,
+        Some(server) => boot_all(boot, through(server, images), &setup)?,
+        None => boot_all(boot, images.iter().map(|copy| raw_drive(copy, "writeback")), &setup)?,
     };
     let pids: Vec<i32> = guests.iter().map(Guest::pid).chain(server.iter().map(Server::pid)).collect();
     let swaps = || (vmstat("pswpin") * 4096, vmstat("pswpout") * 4096);

@@ -1,34 +1,25 @@
 //! What is shared: pages saved by the host's cache, by one pool for cache and guests, and by KSM.
 
-use super::machines::{MOUNT, READ_TREE, boot_all, cpu_s, plain_setup, raw_drive, through};
-use crate::disk::args::GuestSize;
+use super::machines::{MOUNT, READ_TREE, Stage, boot_all, cpu_s, plain_setup, raw_drive, through};
 use crate::disk::server::{Mount, Server};
 use crate::files::{cached_bytes, drop_cached};
 use crate::ksm_peer;
 use crate::process::Failure;
 use crate::record;
-use crate::scratch::Scratch;
 use crate::tool::Daemon;
-use crate::vm::{self, Boot, Guest, Setup, same};
+use crate::vm::{self, Guest, Setup, same};
 use pagefold_disk::Status;
 use pagefold_os::ksm;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-pub(super) fn sharing(
-    scratch: &Scratch,
-    boot: &Boot,
-    directory: &Path,
-    images: &[PathBuf],
-    size: &GuestSize,
-) -> Result<(), Failure> {
+pub(super) fn sharing(stage: Stage<'_>) -> Result<(), Failure> {
     let mut rows = Vec::new();
-    let (scanned, seconds) = by_cache(scratch, boot, directory, images, size, &mut rows)?;
-    if let Err(error) = one_pool(scratch, boot, directory, images, size, &mut rows) {
+    let (scanned, seconds) = by_cache(stage, &mut rows)?;
+    if let Err(error) = one_pool(stage, &mut rows) {
         eprintln!("SKIPPED: guests and mount in one pool: {error}");
     }
-    if let Err(error) = by_ksm(boot, images, size, scanned, seconds, &mut rows) {
+    if let Err(error) = by_ksm(stage, scanned, seconds, &mut rows) {
         eprintln!("SKIPPED: KSM on the guests: {error}");
     }
     record::table(
@@ -59,11 +50,7 @@ fn settle(limit: Duration, mut saved: impl FnMut() -> Result<u64, Failure>) -> R
 
 /// The host's cache alone; returns how many pages it looked at, and in how many seconds.
 fn by_cache(
-    scratch: &Scratch,
-    boot: &Boot,
-    directory: &Path,
-    images: &[PathBuf],
-    size: &GuestSize,
+    Stage { scratch, boot, directory, images, size }: Stage<'_>,
     rows: &mut Vec<Value>,
 ) -> Result<(u64, f64), Failure> {
     let server = Server::start(scratch, Mount { cache_mib: size.cache_mib(), ..Mount::cache(directory) })?;
@@ -84,9 +71,7 @@ fn by_cache(
 /// The same guests on the plain files, with KSM on their memory: with as many pages looked at as the cache looked at, in the
 /// same time, and then until it finds nothing more.
 fn by_ksm(
-    boot: &Boot,
-    images: &[PathBuf],
-    size: &GuestSize,
+    Stage { boot, images, size, .. }: Stage<'_>,
     scanned: u64,
     seconds: f64,
     rows: &mut Vec<Value>,
@@ -146,14 +131,7 @@ fn totals(daemon: &Daemon) -> Result<(u64, f64), Failure> {
 }
 
 /// Guests and mount under `pagefold run`: the guests' own copies and the host's are one frame.
-fn one_pool(
-    scratch: &Scratch,
-    boot: &Boot,
-    directory: &Path,
-    images: &[PathBuf],
-    size: &GuestSize,
-    rows: &mut Vec<Value>,
-) -> Result<(), Failure> {
+fn one_pool(Stage { scratch, boot, directory, images, size }: Stage<'_>, rows: &mut Vec<Value>) -> Result<(), Failure> {
     let daemon = Daemon::start(&["--scan-interval", "500ms"])?;
     let under = daemon.run(&[]);
     let mount = Mount { cache_mib: size.cache_mib(), under: under.clone(), ..Mount::cache(directory) };
