@@ -67,9 +67,13 @@ fn image_commands_match_their_schemas() {
         let built = json_of(dir, &["image", "build", "--json", "--name", name, &format!("tree-{name}")], false);
         assert!(built["digest"].is_string(), "{built:#}");
     }
+    let export = ["image", "export", "--format", "oci", "a", "layout"];
+    assert!(Command::new(TOOL).args(export).current_dir(dir).env("PAGEFOLD_STORE", dir.join("store")).status().is_ok());
+    json_of(dir, &["image", "import", "--json", "--name", "c", "layout"], false);
     let list = json_of(dir, &["image", "ls", "--json"], false);
     assert_valid("image-ls", &list);
-    assert_eq!(list.as_array().map(Vec::len), Some(2));
+    assert_eq!(list.as_array().map(Vec::len), Some(3));
+    assert_eq!(list[2]["layers"][0]["tree"], list[0]["digest"], "{list:#}");
     assert_valid("image-stat", &json_of(dir, &["image", "stat", "--json"], false));
     let output = Command::new(TOOL)
         .args(["image", "ls", "--json", "a"])

@@ -45,6 +45,8 @@ fn an_image_is_read_from_a_pipe_and_a_damaged_one_is_named() {
     let mut bytes = std::fs::read(&layer).expect("a layer");
     *bytes.iter_mut().find(|byte| **byte == 7).expect("a byte of the file") = 8;
     std::fs::write(&layer, bytes).expect("a layer");
+    // A layer that an image of the store has too is not read.
+    assert!(tool.run(&["image", "rm", "b:1"]).status.success());
     for how in ["build", "import"] {
         let refused = tool.run(&["image", how, "--name", "c:1", "layout"]);
         let said = text(&refused.stderr);

@@ -6,7 +6,7 @@
 use crate::error::{Error, Result, input};
 use sha2::Digest as _;
 use std::fmt;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 
 /// The SHA-256 of some content; its name in the store.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -125,6 +125,35 @@ impl<R: Read> Read for Hashing<R> {
         self.hasher.update(&buffer[..count]);
         self.count += count as u64;
         Ok(count)
+    }
+}
+
+/// A writer that hashes what passes through it.
+pub(crate) struct HashingWriter<W> {
+    inner: W,
+    hasher: sha2::Sha256,
+}
+
+impl<W: Write> HashingWriter<W> {
+    pub fn new(inner: W) -> Self {
+        Self { inner, hasher: sha2::Sha256::new() }
+    }
+
+    /// The digest of what was written.
+    pub fn digest(self) -> Digest {
+        Digest(self.hasher.finalize().into())
+    }
+}
+
+impl<W: Write> Write for HashingWriter<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let count = self.inner.write(bytes)?;
+        self.hasher.update(&bytes[..count]);
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
     }
 }
 

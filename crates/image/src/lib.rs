@@ -53,8 +53,8 @@ pub use runtime::{exec, mount, mounts, profile};
 
 /// OCI layouts and what container engines write.
 pub mod oci {
-    pub use crate::build::import;
-    pub use crate::format::oci::{Platform, Wanted, is_image, parse_document};
+    pub use crate::build::{LayerImport, import};
+    pub use crate::format::oci::{Documents, Layer, Next, Platform, Wanted, is_image, parse_document};
 }
 
 /// What images cost, and the proof that they are whole.

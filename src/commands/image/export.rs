@@ -53,7 +53,7 @@ pub fn export_image(store: &Store, name: &str, output: &Path, format: Format) ->
     }
     note_limits(&tree, format);
     match format {
-        Format::Oci => export::oci(store, &record, &tree, output, &progress)?,
+        Format::Oci => drop(export::oci(store, &record, &tree, output, false, &progress)?),
         Format::Erofs => export::to_file(output, |file| export::erofs_full(store, &tree, file, &progress))?,
         Format::Tar => {
             export::to_file(output, |file| export::tar(store, &tree, &mut BufWriter::new(file), &progress))?;

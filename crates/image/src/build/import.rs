@@ -1,15 +1,18 @@
 //! OCI images into trees: the layers in their order, each checked against its digests.
+//!
+//! The store remembers what layers add up to: an import begins above the layers that an image of the store has too.
 
 use super::Build;
 use super::apply_layer;
 use super::omissions::Omissions;
 use crate::config::{Limits, Used};
-use crate::digest::Hashing;
+use crate::digest::{Digest, Hashing};
 use crate::error::{Error, Result, input};
 use crate::format::decompress::unpack;
 use crate::format::oci::{Image, Layer, Wanted};
 use crate::progress::Progress;
 use crate::run_config::RunConfig;
+use crate::store::LayerTree;
 use crate::tree::Tree;
 use std::io::Read;
 use std::path::Path;
@@ -28,23 +31,104 @@ pub fn import(
 ) -> Result<(Tree, RunConfig)> {
     let image = Image::open(path, wanted, limits, || build.spool())?;
     progress.expect(image.packed_bytes);
-    let (mut tree, mut left) = (Tree::default(), limits);
-    for layer in &image.layers {
-        let reader = image.open_layer(layer)?;
-        // Counted packed, as the manifest counts: how much a layer unpacks to is not known before.
-        let mut packed = Hashing::new(progress.watch(reader));
-        let applied = apply_layer(build, &mut tree, &mut packed, layer, limits, left, omissions);
-        // A layer with the wrong digest explains every other complaint about it.
-        if let Some((digest, _)) = layer.expect {
-            packed.finish(&layer.what, digest)?;
-        }
-        let used = applied.map_err(|error| match error {
-            Error::Input(text) | Error::Foreign(text) => input!("{}: {text}", layer.what),
-            other => other,
-        })?;
-        left = left.without(used);
-    }
+    let layers = LayerImport::new(build, &image.layers)?;
+    let tree = layers.run(|layer| image.open_layer(layer), limits, omissions, progress)?;
     Ok((tree, image.config))
+}
+
+/// Layers on their way into a tree.
+pub struct LayerImport<'a, 'b> {
+    build: &'a Build<'b>,
+    layers: &'a [Layer],
+    /// The chain ID of each layer; none if a layer has no digest of its unpacked form.
+    chains: Vec<Digest>,
+    /// The lowest layers, as far as the store knows them.
+    known: Vec<LayerTree>,
+    /// What these add up to.
+    tree: Tree,
+}
+
+impl<'a, 'b> LayerImport<'a, 'b> {
+    /// Begins above the lowest of `layers` that an image of the store has too. Their objects stay until the build ends.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new(build: &'a Build<'b>, layers: &'a [Layer]) -> Result<Self> {
+        let chains = chain_ids(layers);
+        let mut import = Self { build, layers, chains, known: Vec::new(), tree: Tree::default() };
+        let mut candidates: Vec<Vec<LayerTree>> = Vec::new();
+        for mut image in build.store().records()?.images.into_iter().filter(|image| !image.layers.is_empty()) {
+            let equal = import.chains.iter().zip(&image.layers).take_while(|(chain, layer)| **chain == layer.chain);
+            image.layers.truncate(equal.count());
+            candidates.push(image.layers);
+        }
+        // From the most layers down: a tree of which something is damaged is not used.
+        candidates.sort_by_key(Vec::len);
+        while let Some(mut layers) = candidates.pop().filter(|layers| !layers.is_empty()) {
+            if let Some(tree) = build.reuse_layers(&layers)? {
+                (import.known, import.tree) = (layers, tree);
+                break;
+            }
+            layers.pop();
+            let place = candidates.partition_point(|other| other.len() <= layers.len());
+            candidates.insert(place, layers);
+        }
+        Ok(import)
+    }
+
+    /// The layers that the store does not know, lowest first.
+    pub fn missing(&self) -> &'a [Layer] {
+        &self.layers[self.known.len()..]
+    }
+
+    /// Reads the missing layers into a tree, lowest first. Calls `open` for the packed bytes of each one.
+    ///
+    /// # Errors
+    /// Those of `open`; a layer that does not have its digest, or breaks the format or the limits.
+    pub fn run<R: Read>(
+        self,
+        mut open: impl FnMut(&Layer) -> Result<R>,
+        limits: Limits,
+        omissions: &mut Omissions,
+        progress: &Progress,
+    ) -> Result<Tree> {
+        let Self { build, layers, chains, known, mut tree } = self;
+        let (mut left, missing) = (limits, known.len()..layers.len());
+        if let Some(top) = known.last() {
+            omissions.of_known(top.notes.clone());
+        }
+        build.add_known_layers(known);
+        for (index, layer) in missing.map(|index| (index, &layers[index])) {
+            // Counted packed, as the manifest counts: how much a layer unpacks to is not known before.
+            let mut packed = Hashing::new(progress.watch(open(layer)?));
+            let applied = apply_layer(build, &mut tree, &mut packed, layer, limits, left, omissions);
+            // A layer with the wrong digest explains every other complaint about it.
+            if let Some((digest, _)) = layer.expect {
+                packed.finish(&layer.what, digest)?;
+            }
+            let used = applied.map_err(|error| match error {
+                Error::Input(text) | Error::Foreign(text) => input!("{}: {text}", layer.what),
+                other => other,
+            })?;
+            left = left.without(used);
+            if let Some(chain) = chains.get(index) {
+                build.add_layer(*chain, &tree, omissions.lines())?;
+            }
+        }
+        Ok(tree)
+    }
+}
+
+/// The chain IDs of `layers`: of the lowest its own digest, of each other one that of `CHAIN DIGEST`, chain and digest as
+/// text. None if a layer has no digest.
+fn chain_ids(layers: &[Layer]) -> Vec<Digest> {
+    let mut chains: Vec<Digest> = Vec::with_capacity(layers.len());
+    for layer in layers {
+        let Some(diff_id) = layer.diff_id else { return Vec::new() };
+        let below = chains.last();
+        chains.push(below.map_or(diff_id, |below| Digest::of(format!("{below} {diff_id}").as_bytes())));
+    }
+    chains
 }
 
 /// Unpacks and applies a layer within `left`, what the lower layers have left of the limits. Returns what it used.

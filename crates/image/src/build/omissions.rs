@@ -6,17 +6,28 @@ use std::collections::BTreeMap;
 
 /// What was left out of an image, counted by reason.
 #[derive(Debug, Default)]
-pub struct Omissions(BTreeMap<&'static str, (u64, String)>);
+pub struct Omissions {
+    counted: BTreeMap<&'static str, (u64, String)>,
+    /// Lines about layers that were known already.
+    of_known: Vec<String>,
+}
 
 impl Omissions {
     /// Counts one more thing left out for `reason`; the first `example` is kept.
     pub fn add(&mut self, reason: &'static str, example: &[u8]) {
-        self.0.entry(reason).or_insert_with(|| (0, show(example))).0 += 1;
+        self.counted.entry(reason).or_insert_with(|| (0, show(example))).0 += 1;
     }
 
-    /// One line per reason.
+    /// Takes over what was noted when known layers were unpacked.
+    pub(super) fn of_known(&mut self, lines: Vec<String>) {
+        self.of_known = lines;
+    }
+
+    /// One line per reason, and those of known layers.
     pub fn lines(&self) -> Vec<String> {
-        self.0.iter().map(|(reason, (count, example))| format!("{reason} ({count}; first: {example})")).collect()
+        let line =
+            |(reason, (count, example)): (&&str, &(u64, String))| format!("{reason} ({count}; first: {example})");
+        self.of_known.iter().cloned().chain(self.counted.iter().map(line)).collect()
     }
 }
 

@@ -5,16 +5,19 @@ use crate::digest::Digest;
 use crate::error::{At, Result};
 use crate::link_farm;
 use crate::run_config::RunConfig;
-use crate::store::{BuildStats, ImageRecord, Staging, Store};
+use crate::store::{BuildStats, ImageRecord, LayerTree, StagedLayer, Staging, Store};
 use crate::tree::{Data, Tree};
 use rustix::fs::Stat;
 use std::fs::File;
 use std::io::{Read, Seek};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 /// A build in progress; dropping it undoes what it has not published.
 pub struct Build<'a> {
     staging: Staging<'a>,
+    /// The trees of layers that belong to the image to be published, lowest first.
+    layers: Mutex<Vec<StagedLayer>>,
 }
 
 impl Store {
@@ -23,7 +26,7 @@ impl Store {
     /// # Errors
     /// The system's.
     pub fn build(&self) -> Result<Build<'_>> {
-        Ok(Build { staging: Staging::new(self)? })
+        Ok(Build { staging: Staging::new(self)?, layers: Mutex::default() })
     }
 }
 
@@ -56,6 +59,45 @@ impl<'a> Build<'a> {
     /// The system's.
     pub fn has_all(&self, wanted: &[(Digest, u64)]) -> Result<Vec<bool>> {
         self.staging.has_all(wanted)
+    }
+
+    /// A new path in the build's own directory, which goes with the build.
+    pub fn scratch_path(&self) -> PathBuf {
+        self.staging.scratch_path()
+    }
+
+    /// Notes that the layers with chain ID `chain` have made `tree`, for the record of the image.
+    pub(crate) fn add_layer(&self, chain: Digest, tree: &Tree, notes: Vec<String>) -> Result<()> {
+        let layer = self.staging.stage_layer(chain, tree, notes)?;
+        self.layers().push(layer);
+        Ok(())
+    }
+
+    /// The tree of the topmost of `layers`, which the store has. It stays until this build ends. `None` if something of the
+    /// tree is missing or damaged.
+    pub(crate) fn reuse_layers(&self, layers: &[LayerTree]) -> Result<Option<Tree>> {
+        let Some(top) = layers.last().filter(|top| matches!(self.staging.claim_tree(&top.tree), Ok(true))) else {
+            return Ok(None);
+        };
+        let Ok(tree) = self.store().tree(&top.tree) else { return Ok(None) };
+        let objects: Vec<(Digest, u64)> = tree.objects().into_iter().map(|(digest, size, _)| (digest, size)).collect();
+        if self.has_all(&objects)?.contains(&false) {
+            return Ok(None);
+        }
+        for layer in layers {
+            // If a lower one is gone, later imports do not find it.
+            self.staging.claim_tree(&layer.tree)?;
+        }
+        Ok(Some(tree))
+    }
+
+    /// Notes layers that [`Build::reuse_layers`] has found, for the record of the image.
+    pub(crate) fn add_known_layers(&self, layers: Vec<LayerTree>) {
+        self.layers().extend(layers.into_iter().map(StagedLayer::known));
+    }
+
+    fn layers(&self) -> std::sync::MutexGuard<'_, Vec<StagedLayer>> {
+        self.layers.lock().expect("no panic while held")
     }
 
     /// A file without a name, for input that must be read twice; gone when closed.
@@ -119,14 +161,15 @@ impl<'a> Build<'a> {
         config: RunConfig,
         notes: Vec<String>,
     ) -> Result<ImageRecord> {
-        let publication = self.staging.stage_image(name, tree, source, config, notes)?;
+        let layers = std::mem::take(&mut *self.layers());
+        let publication = self.staging.stage_image(name, tree, source, config, notes, layers)?;
         {
             let mut batch = self.staging.batch();
             if self.staging.flush(&mut batch)? {
                 link_farm::repair(self.store())?;
             }
         }
-        if self.staging.name_tree(&publication)? {
+        if self.staging.name_trees(&publication)? {
             link_farm::repair(self.store())?;
         }
         self.staging.name_record(publication)

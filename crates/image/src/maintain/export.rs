@@ -1,7 +1,7 @@
 //! Exports of images: as a tar archive, an OCI layout, or a self-contained EROFS image.
 
 use super::holes::{self, PartsOnly};
-use crate::digest::Digest;
+use crate::digest::{Digest, HashingWriter, hash_reader};
 use crate::error::{At, Error, OUTPUT, Result};
 use crate::format::acl::{self, Acl};
 use crate::format::erofs;
@@ -262,11 +262,19 @@ pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Resul
     fs::rename(&staged, &target).at(&target)
 }
 
-/// Writes the image as an OCI layout with one layer.
+/// Writes the image as an OCI layout with one layer, with gzip if it is to be `packed`: the same image always as the same
+/// bytes. Returns the digest of its manifest.
 ///
 /// # Errors
 /// A directory that is not empty, a name that deletes in a layer (`.wh.`), a damaged object, the system's.
-pub fn oci(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
+pub fn oci(
+    store: &Store,
+    record: &ImageRecord,
+    tree: &Tree,
+    dir: &Path,
+    packed: bool,
+    progress: &Progress,
+) -> Result<Digest> {
     let mut mark = None;
     tree.walk(|path, _| {
         if path.rsplit(|&byte| byte == b'/').next().is_some_and(|name| name.starts_with(b".wh.")) {
@@ -289,7 +297,7 @@ pub fn oci(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progres
     if fs::read_dir(dir).at_output(dir)?.next().is_some() {
         return Err(Error::Refused(format!("{}: not empty; give a new directory", dir.display())));
     }
-    let written = layout(store, record, tree, dir, progress);
+    let written = layout(store, record, tree, dir, packed, progress);
     if written.is_err() {
         // Half a layout is of no use, and would hinder the next try.
         let _ = fs::remove_dir_all(dir.join("blobs"));
@@ -304,19 +312,19 @@ pub fn oci(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progres
 }
 
 /// Fills the directory of a layout. The files that make it a layout come last: an export that was killed leaves none.
-fn layout(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
+fn layout(
+    store: &Store,
+    record: &ImageRecord,
+    tree: &Tree,
+    dir: &Path,
+    packed: bool,
+    progress: &Progress,
+) -> Result<Digest> {
     let blobs = dir.join("blobs/sha256");
     fs::create_dir_all(&blobs).at_output(&blobs)?;
     let staged = blobs.join(".layer");
-    let (layer, layer_size) = {
-        let mut file = io::BufWriter::new(File::create_new(&staged).at_output(&staged)?);
-        archive(store, tree, &mut file, false, progress).map_err(|error| error.of_output(&staged))?;
-        // Some file systems report only now that they are full.
-        file.get_ref().sync_all().at_output(&staged)?;
-        drop(file);
-        let mut file = File::open(&staged).at_output(&staged)?;
-        crate::digest::hash_reader(&mut file).at_output(&staged)?
-    };
+    let diff_id = layer(store, tree, &staged, packed, progress).map_err(|error| error.of_output(&staged))?;
+    let (layer, layer_size) = hash_reader(&mut File::open(&staged).at_output(&staged)?).at_output(&staged)?;
     fs::rename(&staged, blobs.join(layer.hex())).at_output(&staged)?;
     let put = |value: serde_json::Value| -> Result<(Digest, usize)> {
         let bytes = serde_json::to_vec(&value).expect("plain data");
@@ -333,7 +341,7 @@ fn layout(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progress
         "config": {
             "Env": run.env, "Entrypoint": run.entrypoint, "Cmd": run.cmd, "WorkingDir": run.working_dir, "User": run.user,
         },
-        "rootfs": { "type": "layers", "diff_ids": [layer] },
+        "rootfs": { "type": "layers", "diff_ids": [diff_id] },
         "history": [{ "created_by": "pagefold image export" }],
     });
     if let Some(variant) = platform.variant {
@@ -344,7 +352,10 @@ fn layout(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progress
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.manifest.v1+json",
         "config": { "mediaType": "application/vnd.oci.image.config.v1+json", "digest": config, "size": config_size },
-        "layers": [{ "mediaType": "application/vnd.oci.image.layer.v1.tar", "digest": layer, "size": layer_size }],
+        "layers": [{
+            "mediaType": format!("application/vnd.oci.image.layer.v1.tar{}", if packed { "+gzip" } else { "" }),
+            "digest": layer, "size": layer_size,
+        }],
     }))?;
     let index = serde_json::json!({
         "schemaVersion": 2,
@@ -355,5 +366,27 @@ fn layout(store: &Store, record: &ImageRecord, tree: &Tree, dir: &Path, progress
         }],
     });
     fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).at_output(dir)?;
-    fs::write(dir.join("index.json"), index.to_string()).at_output(dir)
+    fs::write(dir.join("index.json"), index.to_string()).at_output(dir)?;
+    Ok(manifest)
+}
+
+/// Writes the layer to the new file `path`. Returns the digest of its unpacked form.
+fn layer(store: &Store, tree: &Tree, path: &Path, packed: bool, progress: &Progress) -> Result<Digest> {
+    let file = File::create_new(path).at_output(path)?;
+    let plain = |out: &mut dyn Write| {
+        let mut out = HashingWriter::new(io::BufWriter::new(out));
+        archive(store, tree, &mut out, false, progress)?;
+        Ok(out.digest())
+    };
+    let diff_id = if packed {
+        let mut gzip = flate2::write::GzEncoder::new(&file, flate2::Compression::default());
+        let diff_id = plain(&mut gzip)?;
+        gzip.finish().at_output(path)?;
+        diff_id
+    } else {
+        plain(&mut &file)?
+    };
+    // Some file systems report only now that they are full.
+    file.sync_all().at_output(path)?;
+    Ok(diff_id)
 }

@@ -96,9 +96,12 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let mut run = Collection::new(store, dry_run);
     run.remove_dead_builds()?;
     run.remove_old_caches()?;
-    for digest in run.collect_trees()? {
+    run.remove_downloads()?;
+    let (trees, layers) = run.collect_trees()?;
+    for digest in trees {
         run.mark(digest)?;
     }
+    run.mark_layers(layers);
     run.stats.trees_kept = run.live_trees.len() as u64;
     run.sweep_objects()?;
     Ok(run.stats)
@@ -165,19 +168,32 @@ impl<'a> Collection<'a> {
         Ok(())
     }
 
+    /// Removes what ended pulls have fetched and not used.
+    fn remove_downloads(&mut self) -> Result<()> {
+        for download in self.store.abandoned_downloads()? {
+            let bytes = download.bytes();
+            if self.dry_run || self.stats.removed(download.remove()) {
+                self.stats.other_bytes_removed += bytes;
+            }
+        }
+        Ok(())
+    }
+
     /// Removes the trees that nothing needs, with all that was made of them. Returns the other trees, from which objects
-    /// are marked.
-    fn collect_trees(&mut self) -> Result<Vec<Digest>> {
+    /// are marked, and the trees of images' layers.
+    fn collect_trees(&mut self) -> Result<(Vec<Digest>, Vec<Digest>)> {
         let lock = self.store.lock(true)?;
         let records = self.store.records()?;
         (self.stats.images, self.stats.damaged) = (records.images.len() as u64, records.damaged);
         let mut roots: Vec<Digest> = records.images.iter().map(|image| image.digest).collect();
+        let layers: Vec<Digest> =
+            records.images.iter().flat_map(|image| &image.layers).map(|layer| layer.tree).collect();
         // Leases before mounts: a mount holds its lease until it is in the table, and no new lease can be claimed with under
         // this lock.
         let leases = self.leased()?;
         let mounted = self.view_mounts()?;
         roots.extend(mounted.mounts.iter().map(|mount| mount.digest));
-        let mut files = self.tree_files(&roots, &leases, &mounted)?;
+        let mut files = self.tree_files(&roots, &layers, &leases, &mounted)?;
         let (mut doomed, kept) = self.choose_doomed(std::mem::take(&mut files.unnamed), &leases, &mounted)?;
         roots.extend(kept);
         if self.dry_run {
@@ -201,7 +217,7 @@ impl<'a> Collection<'a> {
                 self.stats.other_bytes_removed += bytes;
             }
         }
-        Ok(roots)
+        Ok((roots, layers))
     }
 
     /// The digests that builds and mounts in progress rely on. Leases of dead builds do not count.
@@ -233,9 +249,15 @@ impl<'a> Collection<'a> {
     }
 
     /// Sorts the files under `trees/`.
-    fn tree_files(&self, roots: &[Digest], leases: &HashSet<u128>, mounted: &View) -> Result<TreeFiles> {
+    fn tree_files(
+        &self,
+        roots: &[Digest],
+        layers: &[Digest],
+        leases: &HashSet<u128>,
+        mounted: &View,
+    ) -> Result<TreeFiles> {
         let trees = self.store.path("trees");
-        let named: HashSet<&Digest> = roots.iter().collect();
+        let named: HashSet<&Digest> = roots.iter().chain(layers).collect();
         let in_use = |digest: &Digest| {
             mounted.partial
                 || leases.contains(&digest.key())
@@ -294,6 +316,18 @@ impl<'a> Collection<'a> {
             self.live_objects.extend(objects.iter().map(|object| object.0.key()));
         }
         Ok(())
+    }
+
+    /// Marks the trees of images' layers and their objects as live. A tree that is missing or damaged has none: no image is
+    /// lost with it, and the layers are fetched again.
+    fn mark_layers(&mut self, layers: Vec<Digest>) {
+        for digest in layers {
+            if let Ok(objects) = self.store.tree_objects(&digest)
+                && self.live_trees.insert(digest)
+            {
+                self.live_objects.extend(objects.iter().map(|object| object.0.key()));
+            }
+        }
     }
 
     /// Removes the objects that are not live.

@@ -74,9 +74,9 @@ pub struct Beside {
     pub directory_bytes: u64,
     /// What the link farms take: the mounted metadata, and directories that lead to the objects in its order.
     pub shelf_bytes: u64,
-    /// Bytes of the lists of objects, start profiles and stat caches.
+    /// Bytes of the lists of objects, trees of layers, start profiles and stat caches.
     pub index_bytes: u64,
-    /// What builds have staged that are in progress, or have died.
+    /// What builds have staged and pulls have fetched that are in progress, or have died.
     pub staged_bytes: u64,
 }
 
@@ -87,10 +87,12 @@ pub struct Beside {
 pub fn beside(store: &Store) -> Result<Beside> {
     let (trees, staging, cache) = (store.path("trees"), store.path("staging"), store.path("cache"));
     let mut found = Beside::default();
+    let named: HashSet<String> = store.records()?.images.iter().map(|image| image.digest.hex()).collect();
     for entry in fs::read_dir(&trees).at(&trees)?.flatten() {
         let name = entry.file_name();
         let bytes = || entry.metadata().map_or(0, |meta| meta.len());
         match name.as_bytes().get(64..).unwrap_or_default() {
+            b".erofs" if !name.to_str().is_some_and(|name| named.contains(&name[..64])) => found.index_bytes += bytes(),
             b".full.erofs" => found.native_bytes += bytes(),
             b".objects" | b".start" | b".unshelved" => found.index_bytes += bytes(),
             b".shelf" => found.shelf_bytes += link_farm::disk_bytes(&entry.path()),
@@ -105,6 +107,7 @@ pub fn beside(store: &Store) -> Result<Beside> {
         .sum::<u64>();
     found.directory_bytes = store.directories()?.values().flatten().map(|place| disk_bytes(place)).sum();
     found.staged_bytes = fs::read_dir(&staging).at(&staging)?.flatten().map(|entry| staged_bytes(&entry.path())).sum();
+    found.staged_bytes += disk_bytes(&store.path("downloads"));
     Ok(found)
 }
 

@@ -77,15 +77,21 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     }
     // Trees with the names of their images.
     let mut trees: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
+    let mut layers: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
     for image in images {
+        for layer in image.layers.iter().filter(|layer| layer.tree != image.digest) {
+            layers.entry(layer.tree).or_default().push(image.name.clone());
+        }
         trees.entry(image.digest).or_default().push(image.name);
     }
-    let needed = verify_trees(store, &lease, &trees, names, &mut found)?;
+    let mut needed = verify_trees(store, &lease, &trees, names, &mut found)?;
+    needed.extend(verify_layers(store, &layers, names, &mut found));
     progress.expect(needed.values().sum());
     let damaged = verify_objects(store, &lease, &needed, &mut found, progress)?;
     // If it cannot be noted, mounts do not mention what is reported here.
     let _ = store.note_damaged(damaged.keys().copied(), names.is_empty());
     name_images(store, &trees, &damaged, &mut found);
+    name_images(store, &layers, &damaged, &mut found);
     if frames && rustix::process::geteuid().is_root() && in_initial_namespace() {
         let frames = compare_frames(store, &lease)?;
         (found.frames_compared, found.frames_equal) = (frames.compared, frames.equal);
@@ -135,6 +141,30 @@ fn verify_trees(
         needed.extend(tree.objects().into_iter().map(|(object, size, _)| (object, size)));
     }
     Ok(needed)
+}
+
+/// Verifies the trees of the layers of the images `names`. Returns the objects that they need, with their sizes.
+fn verify_layers(
+    store: &Store,
+    layers: &BTreeMap<Digest, Vec<String>>,
+    names: &[String],
+    found: &mut Verified,
+) -> BTreeMap<Digest, u64> {
+    let mut needed = BTreeMap::new();
+    for (digest, images) in layers {
+        if !names.is_empty() && !images.iter().any(|image| names.contains(image)) {
+            continue;
+        }
+        match store.tree(digest) {
+            Ok(tree) => needed.extend(tree.objects().into_iter().map(|(object, size, _)| (object, size))),
+            Err(error) => {
+                let path = store.tree_path(digest).display().to_string();
+                let what = format!("{error}; a tree of layers that the images themselves do not need");
+                found.damaged.push(Damage { path, what, images: images.clone() });
+            }
+        }
+    }
+    needed
 }
 
 /// Reads and compares the objects `needed`. Returns the damaged ones, each with its index in what was found.
@@ -212,6 +242,7 @@ fn name_images(
     }
     for &index in damaged.values() {
         found.damaged[index].images.sort();
+        found.damaged[index].images.dedup();
     }
 }
 

@@ -11,6 +11,7 @@
 //!     images/NAME                a name's record: digest, counts, configuration (JSON)
 //!     leases/ID                  what a build or mount in progress relies on; locked while its owner lives
 //!     staging/ID/                what a build has written and not yet published
+//!     downloads/SHA256           packed layers that a pull has fetched, or has begun to; locked while it lives
 //!     cache/                     stat caches of source directories: digests of unchanged files
 //!     mnt/                       empty: `exec` mounts here, in a private namespace
 //!     lock, gc.lock, shelf.lock, published   see below
@@ -34,6 +35,7 @@
 
 mod builds;
 mod damage;
+mod downloads;
 mod format_file;
 mod lease;
 mod lock;
@@ -46,10 +48,12 @@ mod stat_cache;
 mod trees;
 
 pub(crate) use builds::{entries, open_lease, remove_dead_builds, unless_gone};
+pub use downloads::Download;
 pub use format_file::FORMAT;
 pub use lease::Lease;
-pub use names::{DamagedImage, ImageRecord, ImageRecords, check_name};
+pub use names::{DamagedImage, ImageRecord, ImageRecords, LayerTree, check_name};
 pub(crate) use objects::is_marked;
+pub(crate) use publish::StagedLayer;
 pub use staging::BuildStats;
 pub(crate) use staging::{HOLE_BYTES, Staging};
 pub(crate) use stat_cache::{FileState, StatCache, StatEntry};

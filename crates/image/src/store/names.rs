@@ -49,6 +49,21 @@ pub struct ImageRecord {
     /// What could not be stored, one line each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// The trees of its layers, lowest first, if it came in layers that have digests.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<LayerTree>,
+}
+
+/// What the layers of an image up to one of them add up to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerTree {
+    /// The chain ID of these layers, as container engines compute it: equal layers in equal order have equal chain IDs.
+    pub chain: Digest,
+    /// SHA-256 of the tree's metadata image.
+    pub tree: Digest,
+    /// What could not be stored of these layers, one line each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
 }
 
 /// An image that cannot be read: its record, so that it is unknown what the name stands for, or its metadata.

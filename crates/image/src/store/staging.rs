@@ -147,6 +147,11 @@ impl<'a> Staging<'a> {
         Ok(found)
     }
 
+    /// Claims a tree, and with it the tree's objects. Returns true if the tree exists.
+    pub(crate) fn claim_tree(&self, digest: &Digest) -> Result<bool> {
+        self.lease.claim_tree(digest)
+    }
+
     /// A new path in the staging directory.
     pub(crate) fn scratch_path(&self) -> PathBuf {
         self.dir.join(self.counter.fetch_add(1, Ordering::Relaxed).to_string())

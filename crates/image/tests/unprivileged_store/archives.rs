@@ -20,7 +20,7 @@ fn a_whiteout_name_of_a_real_file_is_not_exported() {
     fs::write(tree.join("sub/.wh.file"), "real").unwrap();
     let record = build_dir(&store, "x", &tree).unwrap();
     let read = store.tree(&record.digest).unwrap();
-    let error = export::oci(&store, &record, &read, &layout, &Progress::silent()).unwrap_err().to_string();
+    let error = export::oci(&store, &record, &read, &layout, false, &Progress::silent()).unwrap_err().to_string();
     assert!(error.starts_with("sub/.wh.file: "), "{error}");
     assert!(!layout.exists());
     // A plain archive has no whiteouts.
@@ -29,6 +29,28 @@ fn a_whiteout_name_of_a_real_file_is_not_exported() {
     let (build, mut back, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
     apply_archive(&build, &mut back, &tar[..], Limits::default(), &mut notes, &Progress::silent()).unwrap();
     assert!(back.find(b"sub/.wh.file").is_some());
+}
+
+#[test]
+fn a_layer_that_the_store_knows_is_not_read() {
+    let Fixture { dir, tree, store } = Fixture::new();
+    sample(&tree);
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let layout = dir.path().join("oci");
+    export::oci(&store, &record, &store.tree(&record.digest).unwrap(), &layout, false, &Progress::silent()).unwrap();
+    let import_as = |name: &str| {
+        let build = store.build().unwrap();
+        let tree = import(&build, &layout);
+        build.publish(name, &tree, "test", Default::default(), vec![]).unwrap()
+    };
+    let first = import_as("y");
+    assert_eq!(first.layers.len(), 1);
+    assert_eq!(first.layers[0].tree, record.digest);
+    // The largest blob is the layer.
+    let blobs = fs::read_dir(layout.join("blobs/sha256")).unwrap().map(|entry| entry.unwrap());
+    fs::remove_file(blobs.max_by_key(|blob| blob.metadata().unwrap().len()).unwrap().path()).unwrap();
+    let again = import_as("z");
+    assert_eq!((again.digest, &again.layers), (record.digest, &first.layers));
 }
 
 /// One image, written by skopeo in every container format, has one digest.
@@ -42,7 +64,7 @@ fn archives_by_skopeo_are_read() {
     sample(&tree);
     let record = build_dir(&store, "x", &tree).unwrap();
     let layout = dir.path().join("oci");
-    export::oci(&store, &record, &store.tree(&record.digest).unwrap(), &layout, &Progress::silent()).unwrap();
+    export::oci(&store, &record, &store.tree(&record.digest).unwrap(), &layout, false, &Progress::silent()).unwrap();
     let from = format!("oci:{}", layout.display());
     for (format, path, extra) in [
         ("docker-archive:", "docker.tar", &[][..]),

@@ -42,7 +42,7 @@ fn the_same_input_gives_the_same_digest() {
 
     // Out as an OCI layout and in again, too.
     let layout = dir.path().join("oci");
-    export::oci(&a, &first, &read, &layout, &Progress::silent()).unwrap();
+    export::oci(&a, &first, &read, &layout, false, &Progress::silent()).unwrap();
     let tree = import(&building, &layout);
     assert_eq!(building.publish("oci", &tree, "oci", Default::default(), vec![]).unwrap().digest, first.digest);
 }

@@ -97,7 +97,7 @@ fn all_forms_of_sparse_files_are_one_image_and_go_back() {
     let inode = read.inode(read.clone().find(b"begin").unwrap()).clone();
     assert!(matches!(inode.kind, FileKind::File(Data::Object(_, 3_000_000))));
     small.put(b"begin", inode).unwrap();
-    export::oci(&store, &plain, &small, &layout, &Progress::silent()).unwrap();
+    export::oci(&store, &plain, &small, &layout, false, &Progress::silent()).unwrap();
     let layer =
         fs::read_dir(layout.join("blobs/sha256")).unwrap().map(|blob| blob.unwrap().metadata().unwrap().len()).max();
     assert!(layer.unwrap() > 3_000_000);

@@ -64,11 +64,26 @@ impl Descriptor {
     }
 }
 
+/// Most indexes that lead to each other.
+const DEPTH_MAX: usize = 5;
+
 /// Finds the manifest that is `wanted`.
-pub(super) fn choose(blobs: &Blobs, index: Index, wanted: &Wanted, limits: Limits, depth: u32) -> Result<Manifest> {
-    if depth > 4 {
-        return Err(input!("index.json: indexes in indexes, deeper than 4"));
+pub(super) fn choose(blobs: &Blobs, mut index: Index, wanted: &Wanted, limits: Limits) -> Result<Manifest> {
+    let mut wanted = wanted.clone();
+    for _ in 0..DEPTH_MAX {
+        let (descriptor, below) = pick(&index, &wanted, "index.json")?;
+        let (path, digest) = blob_path(&descriptor.digest)?;
+        let expect = Some((digest, descriptor.size));
+        if !descriptor.is_index() {
+            return blobs.json(&path, expect, limits);
+        }
+        (index, wanted) = (blobs.json(&path, expect, limits)?, below);
     }
+    Err(input!("index.json: indexes in indexes, deeper than {}", DEPTH_MAX - 1))
+}
+
+/// Picks the manifest or index that is `wanted` from the index `what`. Returns also what is wanted of a picked index.
+pub(super) fn pick<'a>(index: &'a Index, wanted: &Wanted, what: &str) -> Result<(&'a Descriptor, Wanted)> {
     let all: Vec<String> = index.manifests.iter().map(Descriptor::show).collect();
     let mut fits: Vec<&Descriptor> = index.manifests.iter().collect();
     let mut below = Wanted { reference: None, platform: wanted.platform.clone() };
@@ -96,7 +111,7 @@ pub(super) fn choose(blobs: &Blobs, index: Index, wanted: &Wanted, limits: Limit
         let is_for = |one: &&Descriptor| one.platform.as_ref().is_none_or(|have| have.fits(&platform));
         if !fits.iter().any(is_for) {
             return Err(input!(
-                "index.json: no image for {platform}; --platform names another (there are: {})",
+                "{what}: no image for {platform}; --platform names another (there are: {})",
                 list(&all)
             ));
         }
@@ -109,16 +124,11 @@ pub(super) fn choose(blobs: &Blobs, index: Index, wanted: &Wanted, limits: Limit
     }
     let [descriptor] = fits[..] else {
         return Err(input!(
-            "index.json: {} images fit{}; choose one with --ref, by tag or digest, or with --platform (there are: {})",
+            "{what}: {} images fit{}; choose one with --ref, by tag or digest, or with --platform (there are: {})",
             fits.len(),
             reference.map(|wanted| format!(" {wanted:?}")).unwrap_or_default(),
             list(&all)
         ));
     };
-    let (path, digest) = blob_path(&descriptor.digest)?;
-    let expect = Some((digest, descriptor.size));
-    if descriptor.is_index() {
-        return choose(blobs, blobs.json(&path, expect, limits)?, &below, limits, depth + 1);
-    }
-    blobs.json(&path, expect, limits)
+    Ok((descriptor, below))
 }

@@ -2,7 +2,7 @@
 
 use super::blobs::{Blobs, Member, Range, each_member, index_archive};
 use super::choose::{Wanted, best, choose, fit, list};
-use super::documents::{Configuration, DockerManifest, ManifestOrIndex, blob_path, diff_ids, run_config};
+use super::documents::{Configuration, DockerManifest, Manifest, ManifestOrIndex, blob_path, diff_ids, run_config};
 use crate::config::Limits;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result, input};
@@ -71,7 +71,8 @@ pub fn is_image(path: &Path) -> Result<bool> {
 }
 
 /// A layer of an image.
-pub(crate) struct Layer {
+#[derive(Clone, Debug)]
+pub struct Layer {
     /// Its number and digest or path, for messages.
     pub(crate) what: String,
     path: String,
@@ -79,6 +80,13 @@ pub(crate) struct Layer {
     pub(crate) expect: Option<(Digest, u64)>,
     /// The digest of the unpacked layer, where the configuration has it.
     pub(crate) diff_id: Option<Digest>,
+}
+
+impl Layer {
+    /// The digest and size of the packed layer, where a manifest has them.
+    pub fn blob(&self) -> Option<(Digest, u64)> {
+        self.expect
+    }
 }
 
 /// An image with its layers, of which nothing is unpacked yet.
@@ -119,7 +127,7 @@ impl Image {
     fn oci(blobs: Blobs, wanted: &Wanted, limits: Limits) -> Result<Self> {
         let manifest = if matches!(blobs, Blobs::Directory { layout: false, .. }) {
             match blobs.json("manifest.json", None, limits)? {
-                ManifestOrIndex::Index(index) => choose(&blobs, index, wanted, limits, 0)?,
+                ManifestOrIndex::Index(index) => choose(&blobs, index, wanted, limits)?,
                 ManifestOrIndex::Manifest(_) if wanted.reference.is_some() => {
                     return Err(input!("manifest.json: one image, without a name; leave --ref out"));
                 }
@@ -132,25 +140,14 @@ impl Image {
                     "no OCI layout (oci-layout, index.json) nor docker-archive (manifest.json)".into(),
                 ));
             }
-            choose(&blobs, blobs.json("index.json", None, limits)?, wanted, limits, 0)?
+            choose(&blobs, blobs.json("index.json", None, limits)?, wanted, limits)?
         };
         check_layers(manifest.layers.len(), limits)?;
         let (config_path, config_digest) = blob_path(&manifest.config.digest)?;
         let expect = Some((config_digest, manifest.config.size));
         let configuration: Configuration = blobs.json(&config_path, expect, limits)?;
         check_platform(&configuration, wanted)?;
-        let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
-        let mut layers = Vec::with_capacity(manifest.layers.len());
-        for (index, layer) in manifest.layers.iter().enumerate() {
-            let (path, digest) = blob_path(&layer.digest)?;
-            let what = format!("layer {} ({})", index + 1, layer.digest);
-            layers.push(Layer {
-                what,
-                path,
-                expect: Some((digest, layer.size)),
-                diff_id: diff_ids.get(index).copied(),
-            });
-        }
+        let layers = layers_of(&manifest, &configuration)?;
         let packed_bytes = manifest.layers.iter().fold(0, |sum: u64, layer| sum.saturating_add(layer.size));
         Ok(Self { layers, packed_bytes, config: run_config(configuration), blobs })
     }
@@ -198,8 +195,20 @@ impl Image {
     }
 }
 
+/// The layers that a manifest names, with their unpacked digests from the configuration.
+pub(super) fn layers_of(manifest: &Manifest, configuration: &Configuration) -> Result<Vec<Layer>> {
+    let diff_ids = diff_ids(configuration, manifest.layers.len())?;
+    let mut layers = Vec::with_capacity(manifest.layers.len());
+    for (index, layer) in manifest.layers.iter().enumerate() {
+        let (path, digest) = blob_path(&layer.digest)?;
+        let what = format!("layer {} ({})", index + 1, layer.digest);
+        layers.push(Layer { what, path, expect: Some((digest, layer.size)), diff_id: diff_ids.get(index).copied() });
+    }
+    Ok(layers)
+}
+
 /// An index may say nothing of platforms, or something else than the image itself.
-fn check_platform(configuration: &Configuration, wanted: &Wanted) -> Result<()> {
+pub(super) fn check_platform(configuration: &Configuration, wanted: &Wanted) -> Result<()> {
     match (configuration.platform(), &wanted.platform) {
         (Some(have), Some(wanted)) if !have.fits(wanted) => {
             Err(input!("the image is for {have}, not for {wanted}; without --platform it is taken all the same"))
@@ -208,7 +217,7 @@ fn check_platform(configuration: &Configuration, wanted: &Wanted) -> Result<()> 
     }
 }
 
-fn check_layers(layers: usize, limits: Limits) -> Result<()> {
+pub(super) fn check_layers(layers: usize, limits: Limits) -> Result<()> {
     if layers > limits.layers {
         return Err(input!("{layers} layers; {} are allowed", limits.layers));
     }

@@ -8,9 +8,12 @@ mod choose;
 mod documents;
 mod image;
 mod platform;
+mod remote;
 
 pub use choose::Wanted;
 pub use documents::parse_document;
+pub(crate) use image::Image;
+pub use image::Layer;
 pub use image::is_image;
-pub(crate) use image::{Image, Layer};
 pub use platform::Platform;
+pub use remote::{Documents, Next};
