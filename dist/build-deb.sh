@@ -1,19 +1,20 @@
 #!/bin/sh
-# Makes the Debian packages pagefold, pagefold-snapshotter, libforrest0 and libforrest-dev from what cargo built.
-#   cargo build --release -p pagefold -p pagefold-snapshotter -p forrest && dist/build-deb.sh
-#   dist/build-deb.sh --binary PATH --snapshotter PATH --forrest DIR --out DIR
-# Without a built snapshotter its package is left out. Needs dpkg-deb and the built program, which writes its own manual
+# Makes the Debian packages pagefold, pagefold-snapshotter, pagefold-remote, libforrest0 and libforrest-dev from what cargo built.
+#   cargo build --release -p pagefold -p pagefold-snapshotter -p pagefold-remote -p forrest && dist/build-deb.sh
+#   dist/build-deb.sh --binary PATH --snapshotter PATH --remote PATH --forrest DIR --out DIR
+# Without a built snapshotter or pagefold-remote its package is left out. Needs dpkg-deb and the built program, which writes its own manual
 # pages and completions. With strip(1) at hand
 # debugging symbols are left out. DEBFULLNAME and DEBEMAIL name the maintainer, HOMEPAGE the
 # home page; SOURCE_DATE_EPOCH makes the packages reproducible.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 built=${CARGO_TARGET_DIR:-$here/target}/release
-binary=$built/pagefold snapshotter=$built/pagefold-snapshotter forrest=$built out=$here/target/debian
+binary=$built/pagefold snapshotter=$built/pagefold-snapshotter remote=$built/pagefold-remote forrest=$built out=$here/target/debian
 while [ $# -gt 0 ]; do
     case $1 in
     --binary) binary=${2:?a path} ;;
     --snapshotter) snapshotter=${2:?a path} ;;
+    --remote) remote=${2:?a path} ;;
     --forrest) forrest=${2:?a directory} ;;
     --out) out=${2:?a directory} ;;
     *) sed -n '2,8s/^# //p' "$0" >&2; exit 2 ;;
@@ -149,6 +150,19 @@ store of pagefold: equal files of any two containers share page cache.
 END
 }
 
+registries() {
+    p=pagefold-remote
+    put 755 "$remote" $p/usr/bin/pagefold-remote
+    slim "$work/$p/usr/bin/pagefold-remote"
+    doc $p
+    pack $p admin "libc6 (>= $(libc_of "$remote")), libgcc-s1, pagefold" "ca-certificates" \
+        "pagefold's images from container registries and to them" << 'END'
+The program that pagefold image pull and pagefold image push run: it brings
+images from container registries into an image store, without the layers that
+the store has, and uploads images of the store.
+END
+}
+
 # The very files that install.sh lays out, in Debian's places.
 library() {
     DESTDIR=$work/forrest "$here/crates/forrest/install.sh" /usr "$forrest"
@@ -186,4 +200,5 @@ END
 
 tool
 if [ -f "$snapshotter" ]; then containers; else echo "no $snapshotter: its package is left out"; fi
+if [ -f "$remote" ]; then registries; else echo "no $remote: its package is left out"; fi
 library

@@ -26,6 +26,11 @@ fn snapshotter() -> PathBuf {
     Path::new(TOOL).with_file_name("pagefold-snapshotter")
 }
 
+/// The program that talks to registries, likewise.
+fn remote() -> PathBuf {
+    Path::new(TOOL).with_file_name("pagefold-remote")
+}
+
 /// The packages in a directory of their own, compressed fast instead of well.
 fn build() -> tempfile::TempDir {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
@@ -33,6 +38,8 @@ fn build() -> tempfile::TempDir {
     ok(Command::new(source("dist/build-deb.sh"))
         .args(["--binary", TOOL, "--snapshotter"])
         .arg(snapshotter())
+        .arg("--remote")
+        .arg(remote())
         .arg("--forrest")
         .arg(beside)
         .arg("--out")
@@ -59,7 +66,7 @@ fn package(dir: &Path, name: &str) -> PathBuf {
     found.next().unwrap_or_else(|| panic!("no package {name}"))
 }
 
-/// All but the snapshotter's unpacked in one place, without running anything of theirs.
+/// The tool's and the library's unpacked in one place, without running anything of theirs.
 fn unpacked() -> Option<tempfile::TempDir> {
     let dir = packages()?;
     let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
@@ -163,6 +170,31 @@ fn the_snapshotter_has_a_package_with_its_unit() {
     let checked = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&file).output().expect("it runs");
     let said = String::from_utf8_lossy(&checked.stderr).into_owned();
     assert!(!said.contains("pagefold"), "{said}");
+}
+
+#[test]
+fn the_program_for_registries_has_a_package() {
+    let Some(dir) = packages() else { return };
+    if !remote().exists() {
+        return skipped("pagefold-remote is not built: cargo build -p pagefold-remote");
+    }
+    let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    for name in ["pagefold", "pagefold-remote"] {
+        ok(Command::new("dpkg-deb").arg("-x").arg(package(dir, name)).arg(root.path()));
+    }
+    assert!(
+        ok(Command::new(root.path().join("usr/bin/pagefold-remote")).arg("--version")).starts_with("pagefold-remote ")
+    );
+    // The tool finds it beside itself: what fails is the connection.
+    let store = root.path().join("store");
+    let pulled = Command::new(root.path().join("usr/bin/pagefold"))
+        .args(["image", "pull", "127.0.0.1:1/app"])
+        .env("PAGEFOLD_STORE", &store)
+        .env("PATH", "/nowhere")
+        .output()
+        .expect("it runs");
+    let said = String::from_utf8_lossy(&pulled.stderr).into_owned();
+    assert!(!pulled.status.success() && said.contains("127.0.0.1:1") && said.contains("refused"), "{said}");
 }
 
 #[test]
@@ -404,7 +436,7 @@ fn dpkg_installs_upgrades_and_purges_it() {
 }
 
 /// Licences under which code may be linked into a program under MIT or Apache-2.0.
-const LICENCES: [&str; 11] = [
+const LICENCES: [&str; 12] = [
     "0BSD",
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",
@@ -412,6 +444,7 @@ const LICENCES: [&str; 11] = [
     "BSD-3-Clause",
     "BSL-1.0",
     "bzip2-1.0.6",
+    "ISC",
     "MIT",
     "Unicode-3.0",
     "Unlicense",
@@ -433,7 +466,7 @@ fn what_is_linked_is_listed_and_its_licences_permit_it() {
     if !Command::new("python3").args(["-c", "import tomllib"]).output().is_ok_and(|output| output.status.success()) {
         return skipped("this python3 reads no TOML (3.11 does)");
     }
-    for name in ["pagefold", "pagefold-snapshotter"] {
+    for name in ["pagefold", "pagefold-snapshotter", "pagefold-remote"] {
         let listed = ok(Command::new(source("dist/sbom.py")).arg(name).env("SOURCE_DATE_EPOCH", "1700000000"));
         let listed: serde_json::Value = serde_json::from_str(&listed).expect("JSON");
         assert_eq!(listed["metadata"]["component"]["name"], name);

@@ -88,6 +88,19 @@ fn images(check: pagefold_image::doctor::Check) -> Item {
     }
 }
 
+/// Whether the program that talks to registries is installed.
+fn registries() -> Item {
+    let program = super::image::registry_program();
+    Item {
+        part: "images",
+        name: "image pull and push".into(),
+        works: program.is_some(),
+        needed: false,
+        detail: program.as_ref().map_or("no pagefold-remote".into(), |path| path.display().to_string()),
+        cure: program.is_none().then(|| super::image::REGISTRY_CURE.into()),
+    }
+}
+
 fn disks(check: pagefold_disk::doctor::Check) -> Item {
     Item {
         part: "disks",
@@ -127,7 +140,7 @@ fn render(findings: &Findings, style: Style) -> String {
 /// Prints the findings.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let merging = probe::all().into_iter().map(merging).chain([agent()]);
-    let images = pagefold_image::doctor().into_iter().map(images);
+    let images = pagefold_image::doctor().into_iter().map(images).chain([registries()]);
     let findings: Vec<Item> =
         merging.chain(images).chain(pagefold_disk::doctor::doctor().into_iter().map(disks)).collect();
     let merging_works = findings.iter().all(|item| item.works || !item.needed);

@@ -14,5 +14,6 @@ mod import;
 mod inherited;
 mod old_kernel;
 mod output;
+mod registry;
 mod terminal;
 mod tool;

@@ -8,6 +8,7 @@ use pagefold_image::oci::Platform;
 use pagefold_image::store::{check_domain, check_name};
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// The domain where none is named.
 pub const DEFAULT_DOMAIN: &str = "default";
@@ -42,6 +43,10 @@ pub enum Action {
     Build(BuildArgs),
     /// Store an OCI layout, OCI archive or docker-archive under a name
     Import(ImportArgs),
+    /// Store an image of a registry under a name
+    Pull(PullArgs),
+    /// Upload an image to a registry
+    Push(PushArgs),
     /// Mount an image
     Mount(MountArgs),
     /// Unmount an image
@@ -209,6 +214,64 @@ pub struct ImportArgs {
     /// One JSON document
     #[arg(long)]
     pub json: bool,
+}
+
+#[derive(clap::Args)]
+pub struct RegistryArgs {
+    /// Talk to the registry without TLS; a registry of this machine may do without in any case
+    #[arg(long)]
+    pub plain_http: bool,
+    /// Try again after such a time without a byte
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = units::duration)]
+    pub timeout: Duration,
+    /// One JSON document
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold image pull redis:7
+  pagefold image pull --name app:2 --platform linux/arm64 quay.io/team/app:2
+  pagefold image pull localhost:5000/app@sha256:DIGEST
+
+Layers that an image of the store has too are neither fetched nor unpacked. A pull that was killed goes on where it
+ended. Logins are those of podman login and docker login. Needs pagefold-remote, a program of its own.")]
+pub struct PullArgs {
+    /// Image as podman and docker name it: without a registry it is docker.io's
+    #[arg(value_name = "REF")]
+    pub reference: String,
+    /// Name to store it under [default: REF]
+    #[arg(long, value_parser = checked(check_name))]
+    pub name: Option<String>,
+    /// What its programs run on, such as linux/arm64 [default: this machine]
+    #[arg(long, value_name = "OS/ARCH")]
+    pub platform: Option<Platform>,
+    /// Most bytes of unpacked content, of all layers together
+    #[arg(long, value_name = "SIZE", default_value = "1T", value_parser = units::size)]
+    pub max_bytes: u64,
+    /// Most entries, of all layers together
+    #[arg(long, value_name = "COUNT", default_value_t = Limits::default().entries)]
+    pub max_entries: u64,
+    #[command(flatten)]
+    pub registry: RegistryArgs,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold image push app:1 quay.io/team/app:1
+  pagefold image push web localhost:5000/web --json
+
+The image becomes one layer: the same image always the same bytes. Only what the registry lacks is uploaded.
+Logins are those of podman login and docker login. Needs pagefold-remote, a program of its own.")]
+pub struct PushArgs {
+    /// Image to upload
+    pub name: String,
+    /// Name of the image in the registry
+    #[arg(value_name = "REF")]
+    pub reference: String,
+    #[command(flatten)]
+    pub registry: RegistryArgs,
 }
 
 /// A name that `check` has nothing against.

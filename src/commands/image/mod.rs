@@ -4,6 +4,7 @@ mod args;
 mod build;
 mod exec;
 mod export;
+mod registry;
 mod show;
 
 use crate::error::Error;
@@ -16,6 +17,7 @@ use pagefold_image::Error as ImageError;
 use pagefold_image::gc;
 use pagefold_image::mount;
 use pagefold_image::store::{Store, default_root};
+pub use registry::{CURE as REGISTRY_CURE, program as registry_program};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -74,6 +76,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             let stdin = build::is_stdin(&import.path)?;
             build::import_image(&location.make()?, import, stdin)?;
         }
+        Action::Pull(pull) => return Err(registry::pull(&location.root, &location.domain, &pull)),
+        Action::Push(push) => return Err(registry::push(&location.root, &location.domain, &push)),
         Action::Mount(mount) => mount_image(&location, &mount)?,
         Action::Umount { mountpoint, lazy, json } => unmount(&mountpoint, lazy, json)?,
         Action::Ls { name: None, json } => return show::list_images(location.of_images(&[])?.as_ref(), json),

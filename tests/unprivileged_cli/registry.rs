@@ -1,0 +1,58 @@
+//! `pagefold image pull` and `push` run the program that talks to registries.
+
+use crate::tool::{Tool, text};
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+
+/// The tool where no other program lies beside it.
+fn alone(tool: &Tool, args: &[&str]) -> Command {
+    let path = tool.dir.path().join("pagefold");
+    if !path.exists() {
+        std::fs::hard_link(env!("CARGO_BIN_EXE_pagefold"), &path)
+            .or_else(|_| std::fs::copy(env!("CARGO_BIN_EXE_pagefold"), &path).map(drop))
+            .expect("a copy of the tool");
+    }
+    let mut command = Command::new(path);
+    command.args(args).current_dir(tool.dir.path()).env("PAGEFOLD_CONFIG", "none").env("PATH", tool.dir.path());
+    command.env("PAGEFOLD_STORE", tool.dir.path().join("store"));
+    command
+}
+
+#[test]
+fn without_the_program_one_line_says_how_to_get_it() {
+    let tool = Tool::new();
+    for args in [["image", "pull", "app:1", "--json"], ["image", "push", "app:1", "example.org/app"]] {
+        let refused = alone(&tool, &args).output().expect("the tool runs");
+        let said = text(&refused.stderr);
+        assert_eq!((refused.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+        assert!(said.contains("install the package pagefold-remote, or build it: cargo build"), "{said}");
+        assert!(!tool.dir.path().join("store").exists());
+    }
+    let found = text(&alone(&tool, &["doctor", "--json"]).output().expect("the tool runs").stdout);
+    assert!(found.contains("no pagefold-remote"), "{found}");
+}
+
+#[test]
+fn the_program_gets_what_the_tool_was_told() {
+    let tool = Tool::new();
+    let script = tool.dir.path().join("pagefold-remote");
+    std::fs::write(&script, "#!/bin/sh\nfor word; do echo \"$word\"; done\nexit 7\n").expect("a script");
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).expect("its mode");
+    let store = tool.dir.path().join("store").display().to_string();
+    let pull = ["image", "--domain", "d", "pull", "redis:7", "--platform=linux/aarch64", "--plain-http"];
+    let ran = alone(&tool, &pull).output().expect("the tool runs");
+    assert_eq!(ran.status.code(), Some(7), "{}", text(&ran.stderr));
+    let words: Vec<String> = text(&ran.stdout).lines().map(str::to_owned).collect();
+    assert_eq!(words[..5], ["pull", "--domain", "d", "--store", &store]);
+    for word in ["--name=redis:7", "--platform=linux/arm64", "--plain-http", "--timeout=30"] {
+        assert!(words.iter().any(|other| other == word), "{word}: {words:?}");
+    }
+    assert_eq!(words[words.len() - 2..], ["--", "redis:7"]);
+    let ran = alone(&tool, &["image", "push", "-", "x/y", "--timeout=5", "--json"]).output().expect("the tool runs");
+    let words = text(&ran.stdout);
+    assert!(words.starts_with("push\n") && words.ends_with("--timeout=5\n--json\n--\nx/y\n"), "{words}");
+    // What cannot be a name or a platform is refused before anything runs.
+    for wrong in [&["image", "pull", "app", "--name="][..], &["image", "pull", "app", "--platform=linux"]] {
+        assert_eq!(alone(&tool, wrong).output().expect("the tool runs").status.code(), Some(2));
+    }
+}
