@@ -5,6 +5,7 @@ use crate::note;
 use crate::output::{Progress, Style, Table, clean, complain, print, print_json};
 use crate::units::{self, show_size};
 use pagefold_disk::control;
+use pagefold_disk::fuse::Transport;
 use pagefold_disk::mount::{self, Options};
 use pagefold_disk::{Config, Status, scan};
 use std::os::fd::AsRawFd;
@@ -64,6 +65,10 @@ struct MountArgs {
     /// Threads that answer requests
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
     workers: u16,
+    /// How requests arrive: by rings (FUSE over io_uring, Linux 6.14), classically (/dev/fuse), or by rings where the kernel
+    /// serves them; `pagefold doctor` says what it does
+    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    transport: TransportArg,
     /// Furthest read-ahead of a sequential reader; 0 for none
     #[arg(long, value_name = "SIZE", default_value = "2M", value_parser = units::size)]
     read_ahead: u64,
@@ -88,6 +93,23 @@ struct MountArgs {
     /// How long open files are still served after a request to end
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = units::duration)]
     shutdown_grace: Duration,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum TransportArg {
+    Auto,
+    Ring,
+    Classic,
+}
+
+impl From<TransportArg> for Transport {
+    fn from(argument: TransportArg) -> Self {
+        match argument {
+            TransportArg::Auto => Transport::Auto,
+            TransportArg::Ring => Transport::Ring,
+            TransportArg::Classic => Transport::Classic,
+        }
+    }
 }
 
 fn cache_size(text: &str) -> Result<u64, String> {
@@ -123,7 +145,7 @@ fn flush_interval(text: &str) -> Result<Duration, String> {
 struct UmountArgs {
     /// The mount point
     mountpoint: PathBuf,
-    /// Give up what the disk refuses, and cut the connection when the process does not end in 10 seconds; what it had
+    /// Give up what the disk refuses, and kill the process when it does not end in 10 seconds; what it had
     /// not written is lost
     #[arg(long)]
     force: bool,
@@ -186,6 +208,7 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
         mountpoint: args.mountpoint.clone(),
         config,
         threads: args.workers.into(),
+        transport: args.transport.into(),
         fingerprints: args.fingerprints.clone(),
         read_only: args.read_only,
         allow_other: args.allow_other,
@@ -337,8 +360,8 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
     };
     if mount::is_mounted(&mountpoint) {
         if args.force {
-            // Waiting calls return at once; a connection that is gone already is just as well.
-            let _ = mount::abort(&mountpoint);
+            // Waiting calls return now. The connection may be gone already.
+            let _ = mount::cut_off(&mountpoint, &socket);
         }
         mount::unmount(&mountpoint, true).map_err(|error| format!("{}: {error}", mountpoint.display()))?;
     } else if pid.is_none() {
@@ -476,13 +499,14 @@ fn show(status: &Status, style: Style) -> String {
     let (directory, mountpoint) = (clean(&status.directory), clean(&status.mountpoint));
     let mut text = format!("{} at {}\n", style.bold(&directory), style.bold(&mountpoint));
     text.push_str(&format!(
-        "memory saved {}, disk reads saved {}; {} of {} in use, {} of bookkeeping, {} dirty\n",
+        "memory saved {}, disk reads saved {}; {} of {} in use, {} of bookkeeping, {} dirty; {} transport\n",
         style.good(&show_size(status.memory_saved_bytes)),
         style.good(&show_size(status.io_saved_bytes)),
         show_size(status.resident_bytes),
         show_size(status.cache_bytes),
         show_size(status.metadata_bytes),
         show_size(status.dirty_bytes),
+        status.transport,
     ));
     if status.writeback_errors > 0 {
         text.push_str(&format!("{}\n", style.bad(&format!("{} writebacks failed", status.writeback_errors))));

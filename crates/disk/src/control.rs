@@ -215,6 +215,12 @@ pub fn stop(socket: &Path, timeout: Duration) -> io::Result<Option<StopReport>> 
     }
 }
 
+/// The process that listens on a mount's socket, whether it answers or not.
+pub fn server(socket: &Path) -> Option<rustix::process::Pid> {
+    let stream = UnixStream::connect(socket).ok()?;
+    Some(rustix::net::sockopt::socket_peercred(stream).ok()?.pid)
+}
+
 /// The status of the mount that serves `socket`.
 ///
 /// # Errors

@@ -1,5 +1,7 @@
 //! Checks whether disk mounts work here, by trying what they need.
 
+use crate::fuse::ENABLE;
+use crate::fuse::ring::{self, Support};
 use std::fs::OpenOptions;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -33,6 +35,7 @@ pub fn doctor() -> Vec<Check> {
     vec![
         check("disk: /dev/fuse", device(opened.map(drop))),
         check("disk: right to mount", mounting(root, in_path("fusermount3"))),
+        check("disk: transport", transport(Support::of_kernel(), ring::try_ring)),
         check("disk: --allow-other", others(root, &configuration)),
         check(
             "disk: NBD tools",
@@ -51,6 +54,19 @@ fn device(opened: io::Result<()>) -> Result<String, (String, &'static str)> {
         io::ErrorKind::PermissionDenied => (error.to_string(), "as root: chmod 666 /dev/fuse"),
         _ => (error.to_string(), "in a container: pass it through (--device /dev/fuse) with CAP_SYS_ADMIN"),
     })
+}
+
+/// Which transport a mount has, and how it gets the faster one.
+fn transport(support: Support, try_ring: impl FnOnce() -> io::Result<()>) -> Result<String, (String, &'static str)> {
+    const REFUSED: &str = "allow io_uring: sysctl kernel.io_uring_disabled=0, or the container's seccomp profile";
+    match support {
+        Support::Missing => Ok("classic: this kernel has no FUSE over io_uring (Linux 6.14)".to_owned()),
+        Support::Off => Err(("classic; FUSE over io_uring is turned off".to_owned(), ENABLE)),
+        Support::On => match try_ring() {
+            Ok(()) => Ok("ring: FUSE over io_uring".to_owned()),
+            Err(error) => Err((format!("classic; io_uring is refused: {error}"), REFUSED)),
+        },
+    }
 }
 
 /// Whether this user may mount. Root mounts directly; other users need the set-uid helper.
@@ -104,6 +120,11 @@ mod tests {
         assert!(device(Err(io::ErrorKind::NotFound.into())).unwrap_err().1.contains("modprobe"));
         assert!(device(Err(io::ErrorKind::PermissionDenied.into())).unwrap_err().1.contains("chmod"));
         assert!(device(Ok(())).is_ok());
+        assert!(transport(Support::Off, || Ok(())).unwrap_err().1.contains("enable_uring"));
+        let refused = transport(Support::On, || Err(io::ErrorKind::PermissionDenied.into())).unwrap_err();
+        assert!(refused.0.contains("refused") && refused.1.contains("kernel.io_uring_disabled"));
+        assert!(transport(Support::On, || Ok(())).is_ok_and(|seen| seen.starts_with("ring")));
+        assert!(transport(Support::Missing, || Ok(())).is_ok_and(|seen| seen.starts_with("classic")));
         assert!(mounting(false, None).unwrap_err().1.contains("fuse3"));
         let plain = tempfile::NamedTempFile::new().unwrap();
         assert!(mounting(false, Some(plain.path().into())).unwrap_err().0.contains("set-uid"));

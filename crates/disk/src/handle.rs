@@ -86,6 +86,29 @@ impl Handle {
         Ok(deliver(&buffer[..count]))
     }
 
+    /// Reads into `buffer` if every byte of it is in memory; `None` if not, or if another thread may have to be waited for.
+    pub(crate) fn read_memory(&self, offset: u64, buffer: &mut [u8]) -> Option<usize> {
+        let (cache, image, length) = (self.cache(), self.image(), buffer.len());
+        let size = match cache.read_in_place(image, offset, length, |bytes| buffer.copy_from_slice(bytes)) {
+            Ok(()) => length,
+            Err(_) if cache.may_wait(image, offset..offset + length as u64) => return None,
+            Err(_) => cache.read(image, offset, buffer).ok()?,
+        };
+        self.note_read(offset, length);
+        Some(size)
+    }
+
+    /// Returns true if a write of `range` needs no disk, by all that is known now.
+    pub(crate) fn writes_memory(&self, range: Range<u64>) -> bool {
+        let (cache, block) = (self.cache(), BLOCK_BYTES as u64);
+        // Only blocks that are written partly are loaded.
+        let loads = |at: u64| !at.is_multiple_of(block) && cache.may_wait(self.image(), at..at + 1);
+        range.end <= self.image().size()
+            && cache.has_room_for_writes((range.end - range.start).div_ceil(block) as usize + 2)
+            && !loads(range.start)
+            && !loads(range.end)
+    }
+
     /// Notes a read and requests read-ahead for a sequential reader.
     fn note_read(&self, offset: u64, length: usize) {
         let cache = self.cache();

@@ -8,10 +8,10 @@ use crate::config::Config;
 use crate::control::{self, Command, StopReport};
 use crate::engine::Engine;
 use crate::error::LostData;
-use crate::fuse::DiskFs;
+use crate::fuse::{DiskFs, Session, StartError, Transport};
 use crate::nbd;
 use crate::stats::Status;
-use fuser::{BackgroundSession, MountOption, Session, SessionACL};
+use fuser::{MountOption, SessionACL};
 use pagefold_os::mountinfo;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::mount::UnmountFlags;
@@ -34,6 +34,8 @@ pub struct Options {
     pub config: Config,
     /// Threads that answer the kernel.
     pub threads: usize,
+    /// How requests of the kernel arrive.
+    pub transport: Transport,
     /// The directory of fingerprint files; `None` for none.
     pub fingerprints: Option<PathBuf>,
     /// Refuse every change.
@@ -74,6 +76,9 @@ pub enum MountError {
     /// The kernel or `fusermount3` refused.
     #[error("cannot mount: {}; check that /dev/fuse is there and fusermount3 is installed", .0.to_string().trim_end())]
     Fuse(io::Error),
+    /// Rings are demanded, and there are none.
+    #[error("--transport ring: {0}")]
+    Ring(String),
     /// The cache or its threads cannot be started.
     #[error("cannot start the cache: {0}")]
     Engine(io::Error),
@@ -141,8 +146,9 @@ pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), Mount
     // The kernel has applied the umask of the process that creates a file; this process must not apply its own as well.
     rustix::process::umask(Mode::empty());
     let session = start_session(&engine, &mountpoint, options)?;
+    let transport = session.transport();
     let guard = watch_session(session, sender.clone()).map_err(MountError::Engine)?;
-    if let Err(error) = answer_control(listener, engine.clone(), mountpoint.clone(), sender) {
+    if let Err(error) = answer_control(listener, engine.clone(), mountpoint.clone(), transport, sender) {
         let _ = unmount(&mountpoint, true);
         return Err(MountError::Engine(error));
     }
@@ -150,7 +156,7 @@ pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), Mount
         let _ = unmount(&mountpoint, true);
         return Err(MountError::Session { threads: options.threads.max(1), source });
     }
-    ready(&status(&engine, &mountpoint));
+    ready(&status(&engine, &mountpoint, transport));
 
     let mut stop_clients = wait_for_end(&mountpoint, &events, options.grace);
     // A session that has not ended has open files; calls on them get ENOTCONN when this process exits.
@@ -204,8 +210,9 @@ fn wait_for_end(mountpoint: &Path, events: &Receiver<Event>, grace: Duration) ->
     }
 }
 
-fn status(engine: &Engine, mountpoint: &Path) -> Status {
-    Status { mountpoint: mountpoint.display().to_string(), ..engine.status() }
+fn status(engine: &Engine, mountpoint: &Path, transport: Transport) -> Status {
+    let (mountpoint, transport) = (mountpoint.display().to_string(), transport.name().to_owned());
+    Status { mountpoint, transport, ..engine.status() }
 }
 
 /// Prints an error for the operator. A closed standard error must not end the mount, as it would with `eprintln!`.
@@ -282,7 +289,7 @@ pub fn resolve(mountpoint: &Path) -> io::Result<PathBuf> {
     Err(rustix::io::Errno::LOOP.into())
 }
 
-fn start_session(engine: &Arc<Engine>, mountpoint: &Path, options: &Options) -> Result<BackgroundSession, MountError> {
+fn start_session(engine: &Arc<Engine>, mountpoint: &Path, options: &Options) -> Result<Session, MountError> {
     let mut config = fuser::Config::default();
     config.mount_options = vec![
         MountOption::FSName(SOURCE.to_owned()),
@@ -300,7 +307,10 @@ fn start_session(engine: &Arc<Engine>, mountpoint: &Path, options: &Options) -> 
     config.n_threads = Some(options.threads.max(1));
     config.clone_fd = true;
     let fs = DiskFs::new(engine.clone()).map_err(MountError::Fuse)?;
-    Session::new(fs, mountpoint, &config).and_then(Session::spawn).map_err(MountError::Fuse)
+    Session::start(fs, mountpoint, &config, options.transport, print_error).map_err(|error| match error {
+        StartError::Ring(why) => MountError::Ring(why),
+        StartError::Mount(error) => MountError::Fuse(error),
+    })
 }
 
 fn watch_signals(sender: Sender<Event>) -> io::Result<()> {
@@ -317,7 +327,7 @@ fn watch_signals(sender: Sender<Event>) -> io::Result<()> {
 }
 
 /// Sends an event when the session has ended and cleaned up.
-fn watch_session(session: BackgroundSession, sender: Sender<Event>) -> io::Result<std::thread::JoinHandle<()>> {
+fn watch_session(session: Session, sender: Sender<Event>) -> io::Result<std::thread::JoinHandle<()>> {
     // If the thread cannot be started, the closure is dropped, and the session and the mount with it.
     std::thread::Builder::new().name("session".to_owned()).spawn(move || {
         // The main thread may have stopped receiving.
@@ -330,11 +340,10 @@ fn watch_session(session: BackgroundSession, sender: Sender<Event>) -> io::Resul
 /// # Errors
 /// The session's error, if it has ended.
 fn wait_until_served(mountpoint: &Path, events: &Receiver<Event>) -> io::Result<()> {
-    use rustix::io::Errno;
     match rustix::fs::statfs(mountpoint) {
         // The session has ended, and its mount with it.
         Ok(found) if found.f_type != FUSE => {}
-        Err(Errno::NOTCONN | Errno::CONNABORTED) => {}
+        Err(error) if is_closed(error) => {}
         // Any other error is an answer of the session.
         _ => return Ok(()),
     }
@@ -347,6 +356,7 @@ fn answer_control(
     listener: UnixListener,
     engine: Arc<Engine>,
     mountpoint: PathBuf,
+    transport: Transport,
     sender: Sender<Event>,
 ) -> io::Result<()> {
     let accept = move || {
@@ -355,7 +365,9 @@ fn answer_control(
             let serve = move || {
                 // An error of the connection concerns that client only.
                 let _ = control::serve(stream, |command, client| match command {
-                    Command::Status => serde_json::to_string(&status(&engine, &mountpoint)).unwrap_or_default(),
+                    Command::Status => {
+                        serde_json::to_string(&status(&engine, &mountpoint, transport)).unwrap_or_default()
+                    }
                     Command::Flush => match engine.sync_all() {
                         Ok(()) => r#"{"flushed":true}"#.to_owned(),
                         Err(error) => serde_json::json!({ "error": error.to_string() }).to_string(),
@@ -399,6 +411,12 @@ pub fn mounted() -> Vec<PathBuf> {
         .collect()
 }
 
+/// Returns true if a call failed because the kernel has closed the connection, or closed it during the call.
+fn is_closed(error: rustix::io::Errno) -> bool {
+    use rustix::io::Errno;
+    matches!(error, Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED)
+}
+
 /// Removes a mount of ours with a dead process; returns whether there was one.
 ///
 /// # Errors
@@ -410,7 +428,7 @@ pub fn clean_stale(mountpoint: &Path) -> io::Result<bool> {
     // A live process may not answer, so its socket is tried before the mount. Attributes are no test: the kernel caches
     // them even if the process is dead.
     let alive = UnixStream::connect(control::socket_path(mountpoint)).is_ok();
-    if alive || rustix::fs::statvfs(mountpoint).err() != Some(rustix::io::Errno::NOTCONN) {
+    if alive || !rustix::fs::statvfs(mountpoint).is_err_and(is_closed) {
         return Ok(false);
     }
     unmount(mountpoint, true)?;
@@ -437,6 +455,21 @@ pub fn unmount(mountpoint: &Path, lazy: bool) -> io::Result<()> {
         }
         other => Ok(other?),
     }
+}
+
+/// Cuts off a process that lives and does not answer: kills the listener of `socket`, and aborts the kernel's connection of
+/// the mount at `mountpoint`. Every waiting call returns with an error.
+///
+/// The kernel cannot take back a request that it has handed to a ring's thread while that is stopped. The death of the
+/// process does.
+///
+/// # Errors
+/// Not mounted, or the caller may not abort it.
+pub fn cut_off(mountpoint: &Path, socket: &Path) -> io::Result<()> {
+    if let Some(server) = control::server(socket) {
+        let _ = rustix::process::kill_process(server, rustix::process::Signal::KILL);
+    }
+    abort(mountpoint)
 }
 
 /// Aborts the kernel's connection of the mount at `mountpoint`, for a process that lives and does not answer: every

@@ -44,6 +44,9 @@ pub struct Status {
     pub mountpoint: String,
     /// The directory that holds them.
     pub directory: String,
+    /// How the kernel's requests arrive: `ring` (FUSE over io_uring) or `classic` (/dev/fuse).
+    #[serde(default)]
+    pub transport: String,
     /// The process that serves them.
     pub pid: u32,
     /// Seconds since the mount.

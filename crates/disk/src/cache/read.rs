@@ -8,8 +8,9 @@ use super::load::{ChunkBlocks, ReaderBuffer};
 use crate::error::Error;
 use crate::frames::{FrameIndex, OwnedFrame};
 use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS, CHUNK_BYTES};
-use crate::image::{BlockState, Image};
+use crate::image::{BlockState, Entries, Image};
 use crate::stats::add;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl Cache {
@@ -136,7 +137,19 @@ impl Cache {
     }
 
     /// Returns true if a block of `range` (in bytes) inside the image is neither in memory nor being loaded.
-    pub(crate) fn has_absent(&self, image: &Image, range: std::ops::Range<u64>) -> bool {
+    pub(crate) fn has_absent(&self, image: &Image, range: Range<u64>) -> bool {
+        self.any_block(image, range, |entries, n| entries.state(n) == BlockState::Absent && !entries.is_loading(n))
+    }
+
+    /// Returns true if a read of `range` (in bytes) may wait: for the disk, or for a thread that reads it.
+    pub(crate) fn may_wait(&self, image: &Image, range: Range<u64>) -> bool {
+        image.changed_externally.load(Ordering::Acquire)
+            || range.end > image.size()
+            || self.any_block(image, range, |entries, n| entries.state(n) == BlockState::Absent)
+    }
+
+    /// Returns true if `test` holds for a block of `range` (in bytes) inside the image, or if nothing is known of one.
+    fn any_block(&self, image: &Image, range: Range<u64>, test: impl Fn(&Entries, usize) -> bool) -> bool {
         let blocks = range.start / BLOCK_BYTES as u64..range.end.min(image.size()).div_ceil(BLOCK_BYTES as u64);
         let mut at = blocks.start;
         while at < blocks.end {
@@ -144,7 +157,7 @@ impl Cache {
             let entries = chunk.entries.read();
             let first = at as usize % CHUNK_BLOCKS;
             let last = CHUNK_BLOCKS.min(first + (blocks.end - at) as usize);
-            if (first..last).any(|n| entries.state(n) == BlockState::Absent && !entries.is_loading(n)) {
+            if (first..last).any(|n| test(&entries, n)) {
                 return true;
             }
             at += (last - first) as u64;
@@ -153,7 +166,7 @@ impl Cache {
     }
 
     /// Loads absent blocks of `range` before they are read. A read of a block that failed here reports its error.
-    pub fn read_ahead(&self, image: &Image, range: std::ops::Range<u64>) {
+    pub fn read_ahead(&self, image: &Image, range: Range<u64>) {
         let _layout = image.layout.read();
         let end = range.end.min(image.size());
         let mut at = range.start / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;

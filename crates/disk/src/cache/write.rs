@@ -46,6 +46,11 @@ impl Cache {
         self.write_blocks(image, offset, data, empty_from)
     }
 
+    /// Returns true if `count` more dirty blocks find room now without a flush.
+    pub(crate) fn has_room_for_writes(&self, count: usize) -> bool {
+        self.dirty_blocks.load(Ordering::Relaxed) + count < self.config.dirty_max()
+    }
+
     /// Makes an image `end` bytes long, with the layout locked for writing. Data that another program has appended is not
     /// cut off.
     pub(super) fn grow(&self, image: &Image, end: u64) -> Result<(), Error> {

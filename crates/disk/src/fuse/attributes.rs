@@ -24,7 +24,7 @@ pub(super) struct AttributeChange {
 }
 
 impl DiskFs {
-    pub(super) fn stat_of(&self, number: INodeNo) -> io::Result<Stat> {
+    fn stat_of(&self, number: INodeNo) -> io::Result<Stat> {
         // An open image may have lost its name.
         if let Some(image) = self.key(number).and_then(|key| self.engine.open_image(key))
             && let Ok(file) = image.file()
@@ -33,6 +33,10 @@ impl DiskFs {
             return Ok(rustix::fs::fstat(file)?);
         }
         stat_beneath(self.engine.directory(), &self.path(number)?)
+    }
+
+    pub(super) fn attributes_of(&self, number: INodeNo) -> io::Result<FileAttr> {
+        Ok(self.attributes(number.0, &self.stat_of(number)?))
     }
 
     pub(super) fn attributes(&self, number: u64, stat: &Stat) -> FileAttr {
@@ -100,8 +104,7 @@ impl DiskFs {
                 Ok(())
             })?;
         }
-        let stat = self.stat_of(number)?;
-        Ok(self.attributes(number.0, &stat))
+        Ok(self.attributes_of(number)?)
     }
 }
 

@@ -1,11 +1,11 @@
 //! The file system's state: its nodes, open files and open directories.
 
-use super::nodes::{DirEntry, Nodes, ROOT};
+use super::nodes::{DirEntry, Node, Nodes, ROOT};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::file::FileKey;
 use crate::handle::Handle;
-use fuser::{FileHandle, INodeNo};
+use fuser::{FileHandle, FopenFlags, INodeNo};
 use parking_lot::{Mutex, RwLock};
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -13,6 +13,15 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// How long the kernel may cache names and attributes. It sees changes through the mount immediately, and changes in the
+/// directory itself at most this much later.
+pub(super) const CACHE_TIME: Duration = Duration::from_secs(1);
+/// Largest request: the kernel's default limit for FUSE.
+pub(super) const REQUEST_BYTES_MAX: u32 = 1 << 20;
+/// How the kernel treats an open image.
+pub(super) const OPEN_FLAGS: FopenFlags = FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
 
 /// The file system.
 pub struct DiskFs {
@@ -35,7 +44,9 @@ impl DiskFs {
     pub fn new(engine: Arc<Engine>) -> io::Result<Self> {
         let root = rustix::fs::fstat(engine.directory())?;
         let root = (root.st_dev, root.st_ino);
-        let nodes = Nodes { by_number: HashMap::new(), by_key: HashMap::new(), next_foreign: 0, root };
+        let mut nodes = Nodes { by_number: HashMap::new(), by_key: HashMap::new(), next_foreign: 0, root };
+        nodes.number(root);
+        nodes.by_number.insert(ROOT, Node { names: Vec::new(), key: root, lookups: u64::MAX / 2 });
         Ok(Self {
             engine,
             nodes: RwLock::new(nodes),
@@ -65,6 +76,12 @@ impl DiskFs {
             (Err(_), Some(key)) => self.engine.open_by_key(key, writable),
             (Err(error), None) => Err(error),
         }
+    }
+
+    pub(super) fn close(&self, number: FileHandle) {
+        let closed = self.handles.write().remove(&number.0);
+        // Without the lock: the last handle of an image may have work to do.
+        drop(closed);
     }
 
     pub(super) fn check_changeable(&self) -> io::Result<()> {

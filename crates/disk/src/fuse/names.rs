@@ -6,11 +6,21 @@ use super::attributes::kind_of;
 use super::file_system::DiskFs;
 use super::nodes::{DirEntry, Node, ROOT};
 use crate::file::{EntryName, FileKey, HostFile, key_of, open_beneath, stat_beneath};
-use fuser::{FileAttr, INodeNo, RenameFlags, Request};
+use fuser::{FileAttr, FileHandle, INodeNo, RenameFlags};
 use rustix::fs::{AtFlags, Mode, OFlags};
-use std::ffi::OsStr;
+use std::ffi::{CString, OsStr};
 use std::io;
 use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// The user that a request is made for.
+#[derive(Clone, Copy)]
+pub(super) struct Caller {
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+}
 
 /// Returns true if a file has no name left. Called after the change that removed one, because the file may have got
 /// another name meanwhile.
@@ -34,7 +44,7 @@ impl DiskFs {
         Ok(self.attributes(number, &stat))
     }
 
-    pub(super) fn list(&self, number: INodeNo) -> io::Result<Vec<DirEntry>> {
+    fn list(&self, number: INodeNo) -> io::Result<Vec<DirEntry>> {
         let path = self.path(number)?;
         let directory = open_beneath(self.engine.directory(), &path, OFlags::DIRECTORY | OFlags::RDONLY)?;
         let mut entries = Vec::new();
@@ -51,14 +61,14 @@ impl DiskFs {
     }
 
     /// The owner to set on a new file; `None` to leave it as created.
-    fn owner_of_new(&self, request: &Request) -> Option<(rustix::fs::Uid, rustix::fs::Gid)> {
-        let (uid, gid) = (request.uid(), request.gid());
+    fn owner_of_new(&self, caller: Caller) -> Option<(rustix::fs::Uid, rustix::fs::Gid)> {
+        let Caller { uid, gid } = caller;
         let wanted = self.is_root && (uid, gid) != (0, 0);
         wanted.then(|| (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid)))
     }
 
-    pub(super) fn set_owner(&self, request: &Request, entry: &EntryName<'_>) -> io::Result<()> {
-        if let Some((uid, gid)) = self.owner_of_new(request) {
+    fn set_owner(&self, caller: Caller, entry: &EntryName<'_>) -> io::Result<()> {
+        if let Some((uid, gid)) = self.owner_of_new(caller) {
             rustix::fs::chownat(entry.parent(), entry.name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
         }
         Ok(())
@@ -143,9 +153,9 @@ impl DiskFs {
     }
 
     /// Creates a file and opens it; `None` if it exists already and need not be new.
-    pub(super) fn create_file(
+    fn create_file(
         &self,
-        request: &Request,
+        caller: Caller,
         parent: INodeNo,
         name: &OsStr,
         mode: u32,
@@ -161,7 +171,7 @@ impl DiskFs {
             Err(rustix::io::Errno::EXIST) if flags & libc::O_EXCL == 0 => return Ok(None),
             other => HostFile::new(other?.into(), true)?,
         };
-        if let Some((uid, gid)) = self.owner_of_new(request) {
+        if let Some((uid, gid)) = self.owner_of_new(caller) {
             rustix::fs::fchown(file.file(), Some(uid), Some(gid))?;
         }
         // A change of owner clears the set-user bit.
@@ -170,6 +180,117 @@ impl DiskFs {
         }
         Ok(Some(file))
     }
+
+    /// Makes an empty file: the kernel's mknod.
+    pub(super) fn make_file(
+        &self,
+        caller: Caller,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+    ) -> io::Result<FileAttr> {
+        if mode & libc::S_IFMT != libc::S_IFREG && mode & libc::S_IFMT != 0 {
+            return Err(io::Error::from_raw_os_error(libc::EPERM));
+        }
+        self.create_file(caller, parent, name, mode & 0o7777 & !umask, libc::O_EXCL)?;
+        self.look_up(parent, name)
+    }
+
+    pub(super) fn make_directory(
+        &self,
+        caller: Caller,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+    ) -> io::Result<FileAttr> {
+        self.check_changeable()?;
+        let path = self.child(parent, name)?;
+        let entry = self.engine.entry_name(&path)?;
+        rustix::fs::mkdirat(entry.parent(), entry.name, Mode::from_raw_mode(mode & 0o7777))?;
+        self.set_owner(caller, &entry)?;
+        self.look_up(parent, name)
+    }
+
+    pub(super) fn remove_directory(&self, parent: INodeNo, name: &OsStr) -> io::Result<()> {
+        self.check_changeable()?;
+        let path = self.child(parent, name)?;
+        let entry = self.engine.entry_name(&path)?;
+        Ok(rustix::fs::unlinkat(entry.parent(), entry.name, AtFlags::REMOVEDIR)?)
+    }
+
+    /// Makes a symbolic link.
+    pub(super) fn make_link(
+        &self,
+        caller: Caller,
+        parent: INodeNo,
+        name: &OsStr,
+        target: &Path,
+    ) -> io::Result<FileAttr> {
+        self.check_changeable()?;
+        let path = self.child(parent, name)?;
+        let entry = self.engine.entry_name(&path)?;
+        rustix::fs::symlinkat(target, entry.parent(), entry.name)?;
+        self.set_owner(caller, &entry)?;
+        self.look_up(parent, name)
+    }
+
+    /// The target of a symbolic link.
+    pub(super) fn link_target(&self, number: INodeNo) -> io::Result<CString> {
+        let path = self.path(number)?;
+        let entry = self.engine.entry_name(&path)?;
+        Ok(rustix::fs::readlinkat(entry.parent(), entry.name, Vec::new())?)
+    }
+
+    /// Gives a file one more name: a hard link.
+    pub(super) fn add_name(&self, number: INodeNo, new_parent: INodeNo, new_name: &OsStr) -> io::Result<FileAttr> {
+        self.check_changeable()?;
+        let (from, to) = (self.path(number)?, self.child(new_parent, new_name)?);
+        let (old, new) = (self.engine.entry_name(&from)?, self.engine.entry_name(&to)?);
+        self.engine.change_metadata(self.engine.open_path(&from)?, || {
+            Ok(rustix::fs::linkat(old.parent(), old.name, new.parent(), new.name, AtFlags::empty())?)
+        })?;
+        self.look_up(new_parent, new_name)
+    }
+
+    /// Creates a file, unless it exists and `flags` allow that, and opens it.
+    pub(super) fn create_and_open(
+        &self,
+        caller: Caller,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        flags: i32,
+    ) -> io::Result<(FileAttr, FileHandle)> {
+        let made = self.create_file(caller, parent, name, mode & 0o7777, flags)?;
+        let (path, writable) = (self.child(parent, name)?, flags & libc::O_ACCMODE != libc::O_RDONLY);
+        let handle = match made {
+            Some(file) => self.engine.open_file(&path, file, writable)?,
+            None => self.engine.open(&path, writable)?,
+        };
+        Ok((self.look_up(parent, name)?, self.register(handle)))
+    }
+
+    /// Reads a directory and keeps its entries until [`DiskFs::close_directory`].
+    pub(super) fn open_directory(&self, number: INodeNo) -> io::Result<FileHandle> {
+        let entries = Arc::new(self.list(number)?);
+        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
+        self.directories.write().insert(handle, entries);
+        Ok(FileHandle(handle))
+    }
+
+    pub(super) fn entries(&self, handle: FileHandle) -> Option<Arc<Vec<DirEntry>>> {
+        self.directories.read().get(&handle.0).cloned()
+    }
+
+    pub(super) fn close_directory(&self, handle: FileHandle) {
+        self.directories.write().remove(&handle.0);
+    }
+
+    pub(super) fn sync_directory(&self, number: INodeNo) -> io::Result<()> {
+        let directory = open_beneath(self.engine.directory(), &self.path(number)?, OFlags::DIRECTORY | OFlags::RDONLY)?;
+        Ok(rustix::fs::fsync(directory)?)
+    }
 }
 
 #[cfg(test)]
@@ -177,7 +298,6 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::engine::Engine;
-    use std::path::Path;
 
     #[test]
     fn written_data_survives_if_a_file_gets_a_name_while_another_is_removed() {

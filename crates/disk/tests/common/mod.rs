@@ -3,14 +3,25 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use pagefold_disk::control::{self, Command};
+use pagefold_disk::fuse::Transport;
 use pagefold_disk::mount::{self, Options};
 use pagefold_disk::{Config, Status};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+pub mod ring_switch;
+
+use ring_switch::{RingsOn, cannot_ring};
+
 const SERVE: &str = "PAGEFOLD_TEST_SERVE";
+
+/// Whether this test binary is one of those that run everything by rings.
+fn by_ring() -> bool {
+    env!("CARGO_CRATE_NAME").starts_with("privileged_ring")
+}
 
 /// Numbers from a seed: xorshift64*.
 pub struct Random(u64);
@@ -35,12 +46,23 @@ impl Random {
     }
 }
 
+/// Runs `work` in another thread, so that a mount that hangs fails the test.
+#[track_caller]
+pub fn in_time<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, result) = channel();
+    std::thread::spawn(move || done.send(work()));
+    result.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|_| panic!("{what} hangs"))
+}
+
 /// Says why a test cannot run here, if it cannot.
 pub fn cannot_mount() -> Option<&'static str> {
     if !Path::new("/dev/fuse").exists() {
         return Some("there is no /dev/fuse");
     }
-    (!rustix::process::geteuid().is_root()).then_some("mounting needs root")
+    if !rustix::process::geteuid().is_root() {
+        return Some("mounting needs root");
+    }
+    if by_ring() { cannot_ring() } else { None }
 }
 
 /// Whether `program` can be started.
@@ -71,11 +93,24 @@ pub struct Setup {
     pub merge: bool,
     /// The user that the server runs as, if not the test's.
     pub user: Option<u32>,
+    pub transport: Transport,
+    /// Calls that a filter refuses to the server, by number.
+    pub refused_call: Option<u32>,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { cache_mib: 64, flush_ms: 200, fingerprints: None, nbd: None, read_only: false, merge: false, user: None }
+        Self {
+            cache_mib: 64,
+            flush_ms: 200,
+            fingerprints: None,
+            nbd: None,
+            read_only: false,
+            merge: false,
+            user: None,
+            transport: if by_ring() { Transport::Ring } else { Transport::Classic },
+            refused_call: None,
+        }
     }
 }
 
@@ -139,6 +174,7 @@ impl Mount {
             or_empty(&self.setup.nbd),
             self.setup.read_only.to_string(),
             self.setup.merge.to_string(),
+            self.setup.transport.name().to_owned(),
         ];
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
         command
@@ -151,11 +187,16 @@ impl Mount {
         if let Some(user) = self.setup.user {
             command.uid(user).gid(user);
         }
+        if let Some(number) = self.setup.refused_call {
+            // SAFETY: the closure only makes system calls, and allocates nothing.
+            unsafe { command.pre_exec(move || refuse_call(number)) };
+        }
         command
     }
 
     /// Starts the server and waits until it answers.
     pub fn start(&mut self) {
+        let _on = (self.setup.transport != Transport::Classic).then(RingsOn::new);
         self.child = Some(self.command(&self.directory, &self.at()).spawn().unwrap());
         let started = Instant::now();
         while control::ask_status(&self.socket()).is_err() {
@@ -166,6 +207,9 @@ impl Mount {
             }
             assert!(started.elapsed() < Duration::from_secs(120), "the mount does not answer");
             std::thread::sleep(Duration::from_millis(10));
+        }
+        if self.setup.transport != Transport::Auto {
+            assert_eq!(self.status().transport, self.setup.transport.name());
         }
     }
 
@@ -223,6 +267,25 @@ impl Drop for Mount {
     }
 }
 
+/// Has a filter refuse a system call to this process from now on.
+fn refuse_call(number: u32) -> std::io::Result<()> {
+    const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
+    const REFUSE: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let step = |code: u32, jf, k| libc::sock_filter { code: code as u16, jt: 0, jf, k };
+    let mut program = [
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, number),
+        step(libc::BPF_RET | libc::BPF_K, 0, REFUSE),
+        step(libc::BPF_RET | libc::BPF_K, 0, ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: prctl takes no pointer here.
+    let bound = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    // SAFETY: the kernel copies the program, which lives until the call returns.
+    let set = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) };
+    if bound == 0 && set == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
 /// The body of `the_process_that_serves`: does nothing unless this process was started to serve.
 pub fn serve_if_asked() {
     let Ok(fields) = std::env::var(SERVE) else { return };
@@ -238,6 +301,11 @@ pub fn serve_if_asked() {
             ..Config::default()
         },
         threads: 4,
+        transport: match fields[8] {
+            "ring" => Transport::Ring,
+            "classic" => Transport::Classic,
+            _ => Transport::Auto,
+        },
         fingerprints: path(fields[4]),
         read_only: fields[6] == "true",
         allow_other: false,

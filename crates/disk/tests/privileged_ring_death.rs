@@ -1,0 +1,1 @@
+privileged_death.rs

@@ -1,0 +1,1 @@
+privileged_mount.rs
