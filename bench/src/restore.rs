@@ -32,6 +32,7 @@ const SETTINGS: &[&str] = &[
     "/sys/module/zswap/parameters/compressor",
     "/sys/module/zswap/parameters/max_pool_percent",
     "/sys/kernel/mm/transparent_hugepage/enabled",
+    "/sys/module/fuse/parameters/enable_uring",
     "/sys/kernel/mm/ksm/pages_to_scan",
     "/sys/kernel/mm/ksm/sleep_millisecs",
     "/sys/kernel/mm/ksm/smart_scan",

@@ -22,11 +22,13 @@ const THREADS: usize = 8;
 /// What a server mounts, and how.
 #[derive(Clone, Default)]
 pub(super) struct Mount {
-    /// `cache`, or `plain` for the pass-through.
+    /// `cache`, `ring` for the same by rings, or `plain` for the pass-through.
     pub(super) kind: String,
     /// The directory that it serves.
     pub(super) directory: PathBuf,
     pub(super) cache_mib: usize,
+    /// The mount's transport; empty for the default.
+    pub(super) transport: &'static str,
     /// Where fingerprints are kept, if anywhere.
     pub(super) fingerprints: Option<PathBuf>,
     /// A socket for NBD.
@@ -66,6 +68,7 @@ impl Server {
                 let mut command = Command::new(&words[0]);
                 command.args(&words[1..]).args(["disk", "mount", "--shutdown-grace=1s"]);
                 command.arg(format!("--cache-size={}M", mount.cache_mib)).arg(format!("--workers={THREADS}"));
+                command.args((!mount.transport.is_empty()).then(|| format!("--transport={}", mount.transport)));
                 for (option, path) in [("--fingerprints", &mount.fingerprints), ("--nbd", &mount.nbd)] {
                     command.args(path.iter().flat_map(|path| [option.as_ref(), path.as_os_str()]));
                 }
