@@ -189,15 +189,15 @@ mod tests {
     #[test]
     fn the_most_specific_login_is_taken() {
         // user:secret, other:words
-        let file = r#"{"auths": {"quay.io": {"auth": "dXNlcjpzZWNyZXQ="}, "quay.io/team/app": {"auth": "b3RoZXI6d29yZHM="},
+        let file = r#"{"auths": {"registry.example": {"auth": "dXNlcjpzZWNyZXQ="}, "registry.example/team/app": {"auth": "b3RoZXI6d29yZHM="},
             "https://index.docker.io/v1/": {"username": "hub", "password": "p:w"}, "http://old.example/v2/": {"auth": "dXNlcjpzZWNyZXQ="}}}"#;
         for (reference, login) in [
-            ("quay.io/team/app:1", Some(basic("other", "words"))),
-            ("quay.io/team/other", Some(basic("user", "secret"))),
+            ("registry.example/team/app:1", Some(basic("other", "words"))),
+            ("registry.example/team/other", Some(basic("user", "secret"))),
             ("redis:7", Some(basic("hub", "p:w"))),
             ("docker.io/library/redis:7", Some(basic("hub", "p:w"))),
             ("old.example/x", Some(basic("user", "secret"))),
-            ("quay.io.example/team/app", None),
+            ("registry.example.org/team/app", None),
         ] {
             assert_eq!(login_of(file, reference).unwrap(), login, "{reference}");
         }
@@ -205,22 +205,24 @@ mod tests {
 
     #[test]
     fn a_file_that_is_none_is_named_and_not_shown() {
-        for file in
-            ["secret", r#"{"auths": {"quay.io": {"auth": "c2VjcmV0"}}}"#, r#"{"auths": {"quay.io": {"auth": "!"}}}"#]
-        {
-            let error = login_of(file, "quay.io/x").unwrap_err().to_string();
+        for file in [
+            "secret",
+            r#"{"auths": {"registry.example": {"auth": "c2VjcmV0"}}}"#,
+            r#"{"auths": {"registry.example": {"auth": "!"}}}"#,
+        ] {
+            let error = login_of(file, "registry.example/x").unwrap_err().to_string();
             assert!(error.contains("auth.json") && !error.contains("secret"), "{error}");
         }
-        let token = r#"{"auths": {"quay.io": {"auth": "dXNlcjo=", "identitytoken": "secret"}}}"#;
-        let error = login_of(token, "quay.io/x").unwrap_err().to_string();
+        let token = r#"{"auths": {"registry.example": {"auth": "dXNlcjo=", "identitytoken": "secret"}}}"#;
+        let error = login_of(token, "registry.example/x").unwrap_err().to_string();
         assert!(error.contains("identity token") && !error.contains("secret"), "{error}");
     }
 
     #[test]
     fn a_helper_has_a_plain_name() {
         for name in ["../../bin/sh", "a b", "x;y"] {
-            let file = format!(r#"{{"credHelpers": {{"quay.io": "{name}"}}}}"#);
-            assert!(login_of(&file, "quay.io/x").unwrap_err().to_string().contains("not a name"), "{name}");
+            let file = format!(r#"{{"credHelpers": {{"registry.example": "{name}"}}}}"#);
+            assert!(login_of(&file, "registry.example/x").unwrap_err().to_string().contains("not a name"), "{name}");
         }
     }
 }

@@ -232,7 +232,7 @@ pub struct RegistryArgs {
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   pagefold image pull redis:7
-  pagefold image pull --name app:2 --platform linux/arm64 quay.io/team/app:2
+  pagefold image pull --name app:2 --platform linux/arm64 registry.example/team/app:2
   pagefold image pull localhost:5000/app@sha256:DIGEST
 
 Layers that an image of the store has too are neither fetched nor unpacked. A pull that was killed goes on where it
@@ -259,7 +259,7 @@ pub struct PullArgs {
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
-  pagefold image push app:1 quay.io/team/app:1
+  pagefold image push app:1 registry.example/team/app:1
   pagefold image push web localhost:5000/web --json
 
 The image becomes one layer: the same image always the same bytes. Only what the registry lacks is uploaded.

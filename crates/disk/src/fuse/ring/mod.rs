@@ -25,8 +25,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle};
 
-/// Entries of a processor's queue: requests that wait for an answer at the same time. More wait in the kernel.
-const DEPTH: u16 = 32;
+/// Most entries of a processor's queue: requests that wait for an answer at the same time. More wait in the kernel.
+const DEPTH_MAX: u16 = 32;
+/// Most entries of all queues, where each has four at least: large reads and writes leave 1 MiB of memory in each.
+const ENTRIES_MAX: u16 = 512;
 
 /// The kernel's switch; without a file the kernel has no rings.
 const SWITCH: &str = "/sys/module/fuse/parameters/enable_uring";
@@ -99,10 +101,11 @@ impl Rings {
         workers: usize,
     ) -> io::Result<Self> {
         let own = sched_getaffinity(None)?;
+        let depth = (ENTRIES_MAX / (numbers.len() as u16).max(1)).clamp(4, DEPTH_MAX);
         let is_own = |processor: usize| processor < CpuSet::MAX_CPU && own.is_set(processor);
         let mut rings = Self { shared: Arc::new(Shared::new(fs, access)), queues: Vec::new() };
         for processor in numbers {
-            rings.add_queue(processor, is_own(processor.into()))?;
+            rings.add_queue(processor, depth, is_own(processor.into()))?;
         }
         for number in 0..workers {
             let shared = rings.shared.clone();
@@ -112,7 +115,7 @@ impl Rings {
         Ok(rings)
     }
 
-    fn add_queue(&mut self, processor: u16, pin: bool) -> io::Result<()> {
+    fn add_queue(&mut self, processor: u16, depth: u16, pin: bool) -> io::Result<()> {
         let shared = self.shared.clone();
         let (start, started) = channel::<OwnedFd>();
         let (reporter, report) = channel();
@@ -123,7 +126,7 @@ impl Rings {
                 set.set(processor.into());
                 let _ = sched_setaffinity(None, &set);
             }
-            let mut queue = match Queue::new(processor, DEPTH) {
+            let mut queue = match Queue::new(processor, depth) {
                 Ok(queue) => queue,
                 Err(error) => return drop(reporter.send(Err(error))),
             };
