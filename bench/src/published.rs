@@ -100,48 +100,35 @@ impl Definition {
 
     /// The value of a formula: numbers, names of published rows, `+ - * /` and parentheses.
     fn calculate(&self, formula: &str) -> Result<f64, String> {
-        let mut rest = formula;
-        let value = self.sum(&mut rest)?;
-        if rest.trim().is_empty() { Ok(value) } else { Err(format!("{formula}: what is {rest:?}?")) }
+        let mut rest = formula.trim_start();
+        let value = self.terms(&mut rest, 0)?;
+        if rest.is_empty() { Ok(value) } else { Err(format!("{formula}: what is {rest:?}?")) }
     }
 
-    fn sum(&self, rest: &mut &str) -> Result<f64, String> {
-        let mut value = self.product(rest)?;
-        while let Some(sign) = take(rest, "+-") {
-            let next = self.product(rest)?;
-            value = if sign == '+' { value + next } else { value - next };
-        }
-        Ok(value)
-    }
-
-    fn product(&self, rest: &mut &str) -> Result<f64, String> {
-        let mut value = self.term(rest)?;
-        while let Some(sign) = take(rest, "*/") {
-            let next = self.term(rest)?;
-            value = if sign == '*' { value * next } else { value / next };
-        }
-        Ok(value)
-    }
-
-    fn term(&self, rest: &mut &str) -> Result<f64, String> {
-        if take(rest, "(").is_some() {
-            let value = self.sum(rest)?;
-            return take(rest, ")").map(|_| value).ok_or_else(|| format!("no ) before {rest:?}"));
-        }
-        let text = rest.trim_start();
-        let end = text.find(|c: char| !(c.is_ascii_alphanumeric() || "_.".contains(c))).unwrap_or(text.len());
-        let (word, after) = text.split_at(end);
-        *rest = after;
+    /// The value of terms that are joined by signs which bind more closely than `least`; the rest is left.
+    fn terms(&self, rest: &mut &str, least: usize) -> Result<f64, String> {
+        let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || "_.".contains(c))).unwrap_or(rest.len());
+        let word = &rest[..end];
         let named = self.published.iter().find(|row| row["id"] == word).and_then(|row| row["value"].as_f64());
-        named.or_else(|| word.parse().ok()).ok_or_else(|| format!("no published row {word:?}"))
+        *rest = rest[end..].trim_start();
+        let mut value = match rest.strip_prefix('(').filter(|_| word.is_empty()) {
+            Some(inner) => {
+                *rest = inner.trim_start();
+                let value = self.terms(rest, 0)?;
+                *rest = rest.strip_prefix(')').ok_or_else(|| format!("no ) before {rest:?}"))?.trim_start();
+                value
+            }
+            None => named.or_else(|| word.parse().ok()).ok_or_else(|| format!("no published row {word:?}"))?,
+        };
+        while let Some(sign) =
+            rest.chars().next().and_then(|first| "+-*/".find(first)).filter(|sign| sign / 2 + 1 > least)
+        {
+            *rest = rest[1..].trim_start();
+            let next = self.terms(rest, sign / 2 + 1)?;
+            value = [value + next, value - next, value * next, value / next][sign];
+        }
+        Ok(value)
     }
-}
-
-fn take(rest: &mut &str, of: &str) -> Option<char> {
-    let text = rest.trim_start();
-    let first = text.chars().next().filter(|c| of.contains(*c))?;
-    *rest = &text[1..];
-    Some(first)
 }
 
 /// Whether a row has these fields; of a list any value fits.

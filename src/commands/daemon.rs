@@ -193,7 +193,7 @@ fn park_idle(text: &str) -> Result<Setting<Duration>, String> {
 }
 
 fn tier_file_after(text: &str) -> Result<Setting<Duration>, String> {
-    unless("never", text, |text| args::no_shorter(1000, text))
+    unless("never", text, |text| args::no_shorter(100, text))
 }
 
 fn park_within(text: &str) -> Result<Setting<Duration>, String> {

@@ -1,13 +1,14 @@
 //! Real pages: the memory of live programs and guests.
 
 use crate::files::data_ranges;
+use crate::instance::Instance;
 use crate::process::{Running, wait_for};
 use crate::redis::Redis;
 use crate::restore::{Undo, folder};
 use crate::vm::Console;
 use pagefold_os::pagemap::{ENTRY_BYTES, PageEntry};
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -53,13 +54,10 @@ pub fn unrelated(bytes: usize) -> io::Result<Vec<u8>> {
         text=[json.dumps(r) for r in rows[::3]]\nprint('ready',flush=True)\nsys.stdin.read()\n";
     let rows = (bytes / 2 / 600).to_string();
     let mut command = Command::new("python3");
-    command.args(["-c", program, &rows]).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut python = Running::start(&mut command)?;
-    let mut line = String::new();
-    if let Some(output) = python.0.stdout.take() {
-        BufReader::new(output).read_line(&mut line)?;
-    }
-    let mut pages = memory_of(python.0.id(), bytes / 2)?;
+    command.args(["-c", program, &rows]);
+    let python = Instance::start(&mut command)?;
+    python.ready().map_err(io::Error::other)?;
+    let mut pages = memory_of(python.pid() as u32, bytes / 2)?;
     drop(python);
     match redis(bytes / 2) {
         Ok(found) => pages.extend(found),

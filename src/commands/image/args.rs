@@ -232,7 +232,7 @@ pub struct RegistryArgs {
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   pagefold image pull redis:7
-  pagefold image pull --name app:2 --platform linux/arm64 registry.example/team/app:2
+  pagefold image pull --platform linux/arm64 registry.example/app:2
   pagefold image pull localhost:5000/app@sha256:DIGEST
 
 Layers that an image of the store has too are neither fetched nor unpacked. A pull that was killed goes on where it

@@ -20,6 +20,12 @@ use pagefold_os::{PAGE_SIZE, Range, mem, stat, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
+/// Length of the heap's end that is left alone: the allocator gives back and takes again more than this at a time
+/// (`M_TOP_PAD`, `M_TRIM_THRESHOLD`).
+const END_LEN: u64 = 128 << 10;
+/// The least heap of which anything is managed: a smaller one is the bookkeeping of a program, seldom equal and always in use.
+const SIZE_MIN: u64 = 1 << 20;
+
 /// Where the heap begins, and the furthest that it was seen to reach; 0 before it was looked at.
 static START: AtomicU64 = AtomicU64::new(0);
 static FURTHEST: AtomicU64 = AtomicU64::new(0);
@@ -33,8 +39,14 @@ pub(crate) fn look() {
     FURTHEST.fetch_max(end(), Ordering::Relaxed);
 }
 
+/// Where what is managed of the heap ends: its own end comes and goes, and a small heap is left alone.
+pub(crate) fn managed_end() -> u64 {
+    let (start, end) = (START.load(Ordering::Relaxed), end());
+    if end.saturating_sub(start) < SIZE_MIN { start } else { end - END_LEN }
+}
+
 /// Where the heap ends now, in whole pages.
-pub(crate) fn end() -> u64 {
+fn end() -> u64 {
     // SAFETY: asks only, for no heap ends at 0.
     let end = unsafe { syscall!(libc::SYS_brk, 0) }.unwrap_or(0) as u64;
     end.next_multiple_of(PAGE)

@@ -19,10 +19,6 @@ use pagefold_protocol::message::{ALL_MIN, LIST_MAX, RegionEntry};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Length of the heap's end that is left alone: the allocator gives back and takes again more than this at a time
-/// (`M_TOP_PAD`, `M_TRIM_THRESHOLD`).
-const HEAP_END: u64 = 128 << 10;
-
 /// Lists the managed plain memory from address `from` on to `channel`, for the cold tier.
 pub(crate) fn list_anonymous(maps: &Maps, channel: &Channel, from: u64) -> Result<usize> {
     let held = SHARED.mapping_lock.lock(COLD_AGENT);
@@ -81,7 +77,7 @@ pub(crate) fn list(
         is_executable: false,
         what,
         from,
-        heap_end: heap::end(),
+        heap_end: heap::managed_end(),
         all: SHARED.all.load(Ordering::Relaxed),
         blocks,
         arenas: Finder::begin(blocks && what != Listed::Pool),
@@ -107,6 +103,7 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     is_executable: bool,
     what: Listed,
     from: u64,
+    /// Where what is managed of the heap ends.
     heap_end: u64,
     all: bool,
     /// So are blocks of the C library's allocator.
@@ -152,8 +149,8 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         }
         self.is_executable = map.is_executable();
         if self.all && map.name == b"[heap]" {
-            // Merged pages cut the heap into several mappings: only the last one has the end, which comes and goes.
-            let end = self.heap_end.saturating_sub(HEAP_END).clamp(map.range.start, map.range.end);
+            // Merged pages cut the heap into several mappings.
+            let end = self.heap_end.clamp(map.range.start, map.range.end);
             self.noted(Range { start: map.range.start, end }, true);
             self.noted(Range { start: end, end: map.range.end }, false);
             return;
