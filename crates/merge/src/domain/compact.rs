@@ -121,7 +121,9 @@ impl Domain {
                 Some(Emptied::Segment(segment))
             }
             _ => {
-                let window = windows(&work.foreign).find(|window| !compaction.tried.contains(window));
+                // What can still be taken in is not moved.
+                let mut windows = windows(&work.foreign).filter(|_| !work.not_inherited.waits());
+                let window = windows.find(|window| !compaction.tried.contains(window));
                 window.map(|(inode, window)| {
                     compaction.periods = WINDOW_PERIODS * clients;
                     Emptied::Window(inode, window)

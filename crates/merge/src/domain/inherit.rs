@@ -30,6 +30,11 @@ pub(super) struct NotInherited {
 }
 
 impl NotInherited {
+    /// True while segments may be taken in that could not be yet.
+    pub(super) fn waits(&self) -> bool {
+        self.may_come && self.tries < TRIES
+    }
+
     fn note(&mut self, pages: u64, why: Option<Refused>) {
         self.may_come |= matches!(why, None | Some(Refused::NotSealed));
         let why = why.map_or_else(|| "it cannot be opened".to_owned(), |why| why.to_string());
@@ -124,8 +129,11 @@ impl Domain {
 
     /// Returns true if the client's mappings should be looked at again in the next period.
     pub(super) fn may_inherit_later(&self, work: &mut Work) -> bool {
-        let again = work.not_inherited.may_come && work.not_inherited.tries < TRIES;
-        work.not_inherited.tries = if again { work.not_inherited.tries + 1 } else { 0 };
+        let again = work.not_inherited.waits();
+        work.not_inherited.tries = match work.not_inherited.may_come {
+            true => work.not_inherited.tries + u32::from(again),
+            false => 0,
+        };
         again
     }
 }
