@@ -93,7 +93,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
         json!({ "python": process::output(std::process::Command::new("python3").arg("--version"))?.trim() }),
     );
     let (mut rows, mut wrong) = (Vec::new(), Vec::new());
-    let wanted = |way: &Way| args.only.wants(way.name()).unwrap_or(true);
+    let wanted = |way: &Way| args.only.wants(way.name()).unwrap_or(!args.extent.quick || way.is_quick());
     for way in Way::ALL.into_iter().filter(wanted) {
         if let Err(why) = way.can_be_measured() {
             eprintln!("SKIPPED: {}: {why}", way.name());

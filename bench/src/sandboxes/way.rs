@@ -70,12 +70,19 @@ struct RunningEngine {
 const RECLAIM_TO: u64 = 10;
 /// The longest time for the policy to park all.
 const PARK_MAX: Duration = Duration::from_secs(120);
+/// The tier's memory shrinks no more for so long: all that can is in its file.
+const FILE_QUIET: Duration = Duration::from_secs(5);
 /// The most that are asked at once.
 const AT_ONCE: usize = 10;
 
 impl Way {
     /// In this order they are measured.
     pub const ALL: [Way; 7] = [Way::Nothing, Way::Ksm, Way::KsmZswap, Way::KsmSwap, Way::Merged, Way::Cold, Way::File];
+
+    /// Whether `--quick` measures it.
+    pub fn is_quick(self) -> bool {
+        !matches!(self, Way::Ksm | Way::KsmSwap)
+    }
 
     /// As the table calls it.
     pub fn name(self) -> &'static str {
@@ -225,9 +232,13 @@ impl RunningEngine {
                 (!clients.is_empty() && clients.iter().all(|client| client.activity == Activity::Parked)).then_some(())
             })?;
             if self.writes_file {
+                let mut least = (u64::MAX, Instant::now());
                 wait_for("the tier to write what is parked to its file", PARK_MAX, || {
                     let domain = daemon.status().ok()?.cold.domains.pop()?;
-                    (domain.memory_bytes - domain.metadata_bytes < domain.disk_bytes / 8).then_some(())
+                    if domain.memory_bytes < least.0 {
+                        least = (domain.memory_bytes, Instant::now());
+                    }
+                    (domain.disk_bytes > 0 && least.1.elapsed() > FILE_QUIET).then_some(())
                 })?;
             }
         }
