@@ -5,7 +5,7 @@
 mod common;
 
 use common::cold::Host;
-use common::{Daemon, Random, Reaped, Server, c_program_with, can_merge, is_root, skipped, wait_for};
+use common::{Daemon, Random, Reaped, Server, c_program_with, skipped, wait_for};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -18,14 +18,7 @@ const PAGES: u64 = 4096;
 /// The compiled program, once; `None` after saying what is missing.
 fn program() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    if !can_merge() {
-        return None;
-    }
-    if !is_root() {
-        skipped("only a daemon with CAP_SYS_PTRACE follows forks of attached programs");
-        return None;
-    }
-    BUILT.get_or_init(|| c_program_with("attached", &["-static"])).as_deref()
+    common::static_program(&BUILT, "attached")
 }
 
 /// Starts the program as anybody would, with so many threads beside its first.

@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{Daemon, Random, Server, c_program_with, can_merge, comes, is_root, skipped, wait_for};
+use common::{Daemon, Random, Server, comes, wait_for};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -14,14 +14,7 @@ use std::sync::OnceLock;
 /// The compiled program, once; `None` after saying what is missing.
 fn program() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    if !can_merge() {
-        return None;
-    }
-    if !is_root() {
-        skipped("only a daemon with CAP_SYS_PTRACE follows forks of attached programs");
-        return None;
-    }
-    BUILT.get_or_init(|| c_program_with("torture", &["-static"])).as_deref()
+    common::static_program(&BUILT, "torture")
 }
 
 /// How many of `name` there shall be.

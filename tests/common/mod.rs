@@ -144,6 +144,18 @@ pub fn c_program(name: &str) -> Option<PathBuf> {
     c_program_with(name, &[])
 }
 
+/// A static program that a daemon of root's attaches, compiled once; `None` after saying what is missing.
+pub fn static_program(built: &'static OnceLock<Option<PathBuf>>, name: &str) -> Option<&'static Path> {
+    if !can_merge() {
+        return None;
+    }
+    if !is_root() {
+        skipped("only a daemon with CAP_SYS_PTRACE follows forks of attached programs");
+        return None;
+    }
+    built.get_or_init(|| c_program_with(name, &["-static"])).as_deref()
+}
+
 /// As [`c_program`], with more options for the compiler.
 pub fn c_program_with(name: &str, options: &[&str]) -> Option<PathBuf> {
     let cc = installed("cc")?;

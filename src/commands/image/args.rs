@@ -205,15 +205,22 @@ pub struct ImportArgs {
     /// What its programs run on, such as linux/arm64, when there are images for several [default: this machine]
     #[arg(long, value_name = "OS/ARCH")]
     pub platform: Option<Platform>,
+    #[command(flatten)]
+    pub limits: LimitArgs,
+    /// One JSON document
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What an image's layers may hold.
+#[derive(clap::Args)]
+pub struct LimitArgs {
     /// Most bytes of unpacked content, of all layers together
     #[arg(long, value_name = "SIZE", default_value = "1T", value_parser = units::size)]
     pub max_bytes: u64,
     /// Most entries, of all layers together
     #[arg(long, value_name = "COUNT", default_value_t = Limits::default().entries)]
     pub max_entries: u64,
-    /// One JSON document
-    #[arg(long)]
-    pub json: bool,
 }
 
 #[derive(clap::Args)]
@@ -247,12 +254,8 @@ pub struct PullArgs {
     /// What its programs run on, such as linux/arm64 [default: this machine]
     #[arg(long, value_name = "OS/ARCH")]
     pub platform: Option<Platform>,
-    /// Most bytes of unpacked content, of all layers together
-    #[arg(long, value_name = "SIZE", default_value = "1T", value_parser = units::size)]
-    pub max_bytes: u64,
-    /// Most entries, of all layers together
-    #[arg(long, value_name = "COUNT", default_value_t = Limits::default().entries)]
-    pub max_entries: u64,
+    #[command(flatten)]
+    pub limits: LimitArgs,
     #[command(flatten)]
     pub registry: RegistryArgs,
 }

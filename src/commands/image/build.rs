@@ -116,7 +116,7 @@ pub fn build_image(store: &Store, args: BuildArgs, stdin: bool) -> Result<(), Er
 }
 
 pub fn import_image(store: &Store, args: ImportArgs, stdin: bool) -> Result<(), Error> {
-    let limits = Limits { bytes: args.max_bytes, entries: args.max_entries, ..Limits::default() };
+    let limits = Limits { bytes: args.limits.max_bytes, entries: args.limits.max_entries, ..Limits::default() };
     let mut notes = Omissions::default();
     let building = store.build()?;
     let progress = Progress::new("import");

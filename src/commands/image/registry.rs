@@ -27,8 +27,8 @@ pub fn program() -> Option<PathBuf> {
 pub fn pull(store: &Path, domain: &str, args: &PullArgs) -> Error {
     let mut more = vec![
         format!("--name={}", args.name.as_deref().unwrap_or(&args.reference)),
-        format!("--max-bytes={}", args.max_bytes),
-        format!("--max-entries={}", args.max_entries),
+        format!("--max-bytes={}", args.limits.max_bytes),
+        format!("--max-entries={}", args.limits.max_entries),
     ];
     more.extend(args.platform.as_ref().map(|platform| format!("--platform={platform}")));
     become_program("pull", store, domain, &more, &args.registry, &args.reference)
