@@ -67,9 +67,14 @@ impl Attributes {
         self.excluded || self.tracked || self.locked || self.sealed || self.keyed || self.wipe_on_fork
     }
 
+    /// True if neither a child nor a dump may have the memory, or one of the two.
+    pub const fn is_kept_from_copies(&self) -> bool {
+        self.dont_fork || self.dont_dump
+    }
+
     /// True if something would go wrong without it. Else nothing is managed that could be, or on pages of another size.
     const fn is_promise(&self) -> bool {
-        self.is_excluded() || self.dont_fork || self.dont_dump
+        self.is_excluded() || self.is_kept_from_copies()
     }
 
     /// Returns true if the program asked for nothing.
@@ -185,6 +190,20 @@ impl RangeAttributes {
             Some((entry, _)) => (entry.start.min(end), Attributes::default()),
             None => (end, Attributes::default()),
         }
+    }
+
+    /// Where the first part of `range` ends that is either all memory that children and dumps may have, or under one note that keeps it
+    /// from them; and the note at its start.
+    pub fn alike_for_copies(&self, range: Range) -> (u64, Attributes) {
+        let (mut at, note) = self.stretch(range.start, range.end);
+        while at < range.end && !note.is_kept_from_copies() {
+            let (end, next) = self.stretch(at, range.end);
+            if next.is_kept_from_copies() {
+                break;
+            }
+            at = end;
+        }
+        (at, note)
     }
 
     /// True if the program wants part of `range` left alone.

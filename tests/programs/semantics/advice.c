@@ -62,6 +62,34 @@ static void unmergeable(void) {
     check(&later, "in the end");
 }
 
+struct watched {
+    struct region *r;
+    size_t looks;
+    atomic_int end;
+};
+
+// Whenever another thread looks, no part of the region can be had by a child or a dump: its pages are replaced all the while.
+static void *watch_flags(void *argument) {
+    struct watched *watched = argument;
+    unsigned long start = (unsigned long)watched->r->at, end = start + watched->r->pages * PAGE;
+    for (; !atomic_load(&watched->end); watched->looks++) {
+        FILE *smaps = fopen("/proc/self/smaps", "r");
+        CHECK(smaps, "smaps");
+        char line[512];
+        unsigned long from = 0, to = 0;
+        char mode[8];
+        while (fgets(line, sizeof line, smaps)) {
+            unsigned long first, last;
+            if (sscanf(line, "%lx-%lx %4s", &first, &last, mode) == 3) from = first, to = last;
+            if (from >= end || to <= start || strncmp(line, "VmFlags:", 8)) continue;
+            CHECK(strstr(line, " dc"), "%lx-%lx is without DONTFORK for a while", from, to);
+            CHECK(strstr(line, " dd"), "%lx-%lx is without DONTDUMP for a while", from, to);
+        }
+        fclose(smaps);
+    }
+    return NULL;
+}
+
 static void flags(void) {
     struct region r = fill(1024, 256, 1000);
     madvise(r.at, r.pages * PAGE, MADV_HUGEPAGE);
@@ -69,6 +97,9 @@ static void flags(void) {
     int huge = flag_at(r.at, " hg");
     CHECK(madvise(r.at, r.pages * PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
     CHECK(madvise(r.at, r.pages * PAGE, MADV_DONTDUMP) == 0, "MADV_DONTDUMP");
+    struct watched watched = {.r = &r};
+    pthread_t watcher;
+    pthread_create(&watcher, NULL, watch_flags, &watched);
     wait_merged(&r, 700);
     for (size_t i = 0; i < r.pages; i += 61) {
         void *at = r.at + i * PAGE;
@@ -86,6 +117,9 @@ static void flags(void) {
         CHECK(flag_at(at, " dc"), "page %zu lost DONTFORK later", i);
         CHECK(flag_at(at, " dd"), "page %zu lost DONTDUMP later", i);
     }
+    atomic_store(&watched.end, 1);
+    pthread_join(watcher, NULL);
+    CHECK(watched.looks > 100, "%zu looks only", watched.looks);
     pid_t child = fork();
     if (child == 0) _exit(faults(r.at + 40 * PAGE, 0) && faults(r.at + 350 * PAGE, 0) ? 0 : 1);
     CHECK(ended_well(child), "the child has memory that is marked MADV_DONTFORK");

@@ -4,8 +4,9 @@
 //! attributes that the program gave to the range.
 
 use crate::address_space::maps::Maps;
-use crate::range_attributes::RangeAttributes;
+use crate::range_attributes::{Attributes, RangeAttributes};
 use crate::state::is_lent;
+use core::ffi::c_int;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem};
@@ -23,22 +24,74 @@ pub(crate) fn keep_attributes(range: Range, table: &RangeAttributes, plain: bool
     let mut at = range.start;
     while at < range.end {
         let (end, note) = table.stretch(at, range.end);
-        let wanted = [
-            (note.dont_fork, libc::MADV_DONTFORK),
-            (note.wipe_on_fork && plain, libc::MADV_WIPEONFORK),
-            (note.dont_dump, libc::MADV_DONTDUMP),
-            (note.mergeable || note.handed && plain, libc::MADV_MERGEABLE),
-            (note.huge, libc::MADV_HUGEPAGE),
-            (note.small && plain, libc::MADV_NOHUGEPAGE),
-        ];
-        for (set, advice) in wanted {
-            if set {
-                // SAFETY: these attributes change no content.
-                let _ = unsafe { mem::advise(at, end - at, advice) };
-            }
-        }
+        put_attributes(Range { start: at, end }, &note, plain);
         at = end;
     }
+}
+
+/// Puts the attributes of `note` onto the mapping at `range`, which is `plain` memory or the pool's.
+fn put_attributes(range: Range, note: &Attributes, plain: bool) {
+    let wanted = [
+        (note.dont_fork, libc::MADV_DONTFORK),
+        (note.wipe_on_fork && plain, libc::MADV_WIPEONFORK),
+        (note.dont_dump, libc::MADV_DONTDUMP),
+        (note.mergeable || note.handed && plain, libc::MADV_MERGEABLE),
+        (note.huge, libc::MADV_HUGEPAGE),
+        (note.small && plain, libc::MADV_NOHUGEPAGE),
+    ];
+    for (set, advice) in wanted {
+        if set {
+            // SAFETY: these attributes change no content.
+            let _ = unsafe { mem::advise(range.start, range.len(), advice) };
+        }
+    }
+}
+
+/// Puts what keeps the memory at `range` from children and dumps onto `fresh`, plain memory that is to replace all of it: see
+/// [`map_over`]. Where only part of `range` is kept from them this does nothing.
+pub(crate) fn keep_from_copies(fresh: Range, range: Range, table: &RangeAttributes) {
+    let (end, note) = table.alike_for_copies(range);
+    if end == range.end && note.is_kept_from_copies() {
+        put_attributes(fresh, &note, true);
+    }
+}
+
+/// Maps `source`, a descriptor and an offset, or fresh memory if it is `None`, in the place of what lies at `range`, for a program
+/// that gave all of `range` the attributes `note`.
+///
+/// Memory that no child and no dump may have gets these attributes elsewhere, before it comes to `range`: another thread may fork
+/// by a bare call, or crash, at any moment. Other attributes may follow later.
+///
+/// # Errors
+/// The kernel's.
+///
+/// # Safety
+/// As mmap(2) with `MAP_FIXED`.
+pub(crate) unsafe fn map_over(
+    range: Range,
+    rights: c_int,
+    source: Option<(c_int, u64)>,
+    note: &Attributes,
+) -> Result<()> {
+    let (kind, fd, offset) = match source {
+        Some((fd, offset)) => (0, fd, offset),
+        None => (libc::MAP_ANONYMOUS, -1, 0),
+    };
+    let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE | kind;
+    if !note.is_kept_from_copies() {
+        // SAFETY: as the caller promised.
+        return unsafe { mem::map(range.start, range.len(), rights, flags | libc::MAP_FIXED, fd, offset) }.map(|_| ());
+    }
+    // SAFETY: a new mapping where nothing lies.
+    let aside = unsafe { mem::map(mem::wish(range.len()), range.len(), rights, flags, fd, offset) }?;
+    put_attributes(Range { start: aside, end: aside + range.len() }, note, source.is_none());
+    // SAFETY: the new mapping, which no other thread knows, replaces what lies at `range`, as the caller promised.
+    let moved =
+        unsafe { mem::remap(aside, range.len(), range.len(), libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, range.start) };
+    moved.map(|_| ()).inspect_err(|_| {
+        // SAFETY: the new mapping, which nothing uses.
+        let _ = unsafe { mem::unmap(aside, range.len()) };
+    })
 }
 
 /// Replaces every pool mapping in `range` by fresh anonymous memory, as a discard of anonymous memory would leave it,
@@ -56,20 +109,26 @@ pub fn replace_merged(
 ) -> Result<bool> {
     let (mut found, mut failed) = (false, None);
     maps.pools(range, |part, prot| {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
-        // SAFETY: the program has declared the content of the range void; the mapping there is ours.
-        match unsafe { mem::map(part.start, part.len(), prot, flags, -1, 0) } {
-            Ok(_) => {
-                if let Some(table) = table {
-                    keep_attributes(part, table, true);
+        let mut rest = part;
+        while !rest.is_empty() {
+            // What the table cannot tell now is put there later.
+            let (end, note) = table.map_or((rest.end, Attributes::default()), |table| table.alike_for_copies(rest));
+            let alike = Range { end, ..rest };
+            rest.start = end;
+            // SAFETY: the program has declared the content of the range void; the mapping there is ours.
+            match unsafe { map_over(alike, prot, None, &note) } {
+                Ok(()) => {
+                    if let Some(table) = table {
+                        keep_attributes(alike, table, true);
+                    }
+                    if let Some(watch) = watch {
+                        let _ = watch_anonymous(watch, alike);
+                    }
                 }
-                if let Some(watch) = watch {
-                    let _ = watch_anonymous(watch, part);
+                Err(errno) => {
+                    refused(alike, prot, errno);
+                    failed = Some(errno);
                 }
-            }
-            Err(errno) => {
-                refused(part, prot, errno);
-                failed = Some(errno);
             }
         }
         found = true;

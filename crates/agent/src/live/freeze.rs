@@ -6,13 +6,14 @@
 //! waiting threads and releases the lock.
 
 use super::session::{Agent, PAGE};
-use crate::address_space::anonymous::watch_anonymous;
+use crate::address_space::anonymous::{map_over, watch_anonymous};
 use crate::address_space::discarded_ranges;
 use crate::address_space::heap::WatchedEnd;
 use crate::address_space::prefault;
 use crate::limits::{HUGE_PAGES, MOVE_TRIES};
 use crate::mapping_lock::MappingLockGuard;
 use crate::owned_ranges;
+use crate::range_attributes::Attributes;
 use crate::runtime::thread::yield_now;
 use crate::state::SHARED;
 use core::ffi::c_int;
@@ -21,7 +22,7 @@ use pagefold_os::page::is_zero;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd;
-use pagefold_os::{Page, Range, mem, sched};
+use pagefold_os::{Page, Range, sched};
 use pagefold_protocol::message::{Outcome, PIECE_ZERO, Piece, RefusalReason};
 use pagefold_protocol::wait_histogram;
 
@@ -42,7 +43,7 @@ pub(super) struct Freeze<'a> {
     began_ns: u64,
     /// The duration is counted already.
     is_noted: bool,
-    _held: MappingLockGuard<'static>,
+    held: MappingLockGuard<'static>,
 }
 
 impl Agent {
@@ -74,7 +75,7 @@ impl Agent {
             heap,
             began_ns,
             is_noted: false,
-            _held: held,
+            held,
         })
     }
 
@@ -269,7 +270,13 @@ impl Freeze<'_> {
         Ok(())
     }
 
-    /// Maps the slots of `piece`: all of its pages must be frozen and equal. For a piece of zeros nothing is mapped.
+    /// See [`RangeAttributes::alike_for_copies`](crate::range_attributes::RangeAttributes::alike_for_copies).
+    pub(super) fn alike_for_copies(&self, range: Range) -> (u64, Attributes) {
+        SHARED.tables(&self.held).table.alike_for_copies(range)
+    }
+
+    /// Maps the slots of `piece`: all of its pages must be frozen and equal, and [alike for copies](Self::alike_for_copies). For a
+    /// piece of zeros nothing is mapped.
     ///
     /// # Errors
     /// Why the kernel refused the mapping.
@@ -280,14 +287,14 @@ impl Freeze<'_> {
             return Ok(());
         }
         let Some(fd) = self.agent.segment_fd(piece.segment) else { return Err(RefusalReason::NotAnonymous) };
-        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        let source = Some((fd, u64::from(piece.slot) * PAGE));
+        let (_, note) = self.alike_for_copies(range);
         // SAFETY: the range was anonymous memory with these rights a moment ago (UFFDIO_MOVE proved it) and its pages are frozen. The mapping
         // lock keeps the mapping in place; what lies beyond a heap that shrinks is unmapped again. The bytes that appear
         // equal those that were there.
-        let mapped =
-            unsafe { mem::map(range.start, range.len(), self.rights, flags, fd, u64::from(piece.slot) * PAGE) };
+        let mapped = unsafe { map_over(range, self.rights, source, &note) };
         match mapped {
-            Ok(_) => {
+            Ok(()) => {
                 self.mapped_end = range.end;
                 discarded_ranges::remove(range);
                 Ok(())

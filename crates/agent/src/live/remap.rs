@@ -174,16 +174,19 @@ impl Freeze<'_> {
             states[rest.clone()].fill(State::Frozen);
             self.move_back(rest);
             *outcome = Outcome { merged: kept as u32, reason: RefusalReason::Discarded as u32 };
-            if kept == 0 {
+        }
+        let mut done = 0;
+        while done < outcome.merged {
+            let rest = first + done as usize..first + outcome.merged as usize;
+            let (end, _) = self.alike_for_copies(self.range_of(rest.clone()));
+            let pages = (self.page_of(end) - rest.start) as u32;
+            if let Err(reason) = self.map_slots(&Piece { pages, ..behind(piece, done) }) {
+                states[rest.clone()].fill(State::Frozen);
+                self.move_back(rest);
+                *outcome = Outcome { merged: done, reason: reason as u32 };
                 return;
             }
-        }
-        let merged = Piece { pages: outcome.merged, ..*piece };
-        if let Err(reason) = self.map_slots(&merged) {
-            let run = first..first + outcome.merged as usize;
-            states[run.clone()].fill(State::Frozen);
-            self.move_back(run);
-            *outcome = Outcome { merged: 0, reason: reason as u32 };
+            done += pages;
         }
     }
 

@@ -1,7 +1,7 @@
 //! What the thread of live merging keeps over a connection, and what the steps of a merge ask of it.
 
 use super::freeze_area::FreezeArea;
-use crate::address_space::anonymous::keep_attributes;
+use crate::address_space::anonymous::{keep_attributes, keep_from_copies};
 use crate::address_space::discarded_ranges;
 use crate::address_space::glibc_arenas;
 use crate::address_space::heap::HeapEnd;
@@ -90,6 +90,18 @@ impl Agent {
     pub(crate) fn keep_attributes(&self, range: Range, plain: bool) {
         let held = SHARED.mapping_lock.lock(AGENT);
         keep_attributes(range, SHARED.tables(&held).table, plain);
+    }
+
+    /// True if the program keeps the start of `range` from its children, or from dumps.
+    pub(crate) fn is_kept_from_copies(&self, range: Range) -> bool {
+        let held = SHARED.mapping_lock.lock(AGENT);
+        SHARED.tables(&held).table.alike_for_copies(range).1.is_kept_from_copies()
+    }
+
+    /// See [`keep_from_copies`].
+    pub(crate) fn keep_from_copies(&self, fresh: Range, range: Range) {
+        let held = SHARED.mapping_lock.lock(AGENT);
+        keep_from_copies(fresh, range, SHARED.tables(&held).table);
     }
 
     /// True if the program has asked for part of `range` to be left alone, perhaps after the daemon planned.

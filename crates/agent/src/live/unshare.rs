@@ -88,11 +88,16 @@ impl Agent {
         };
         // What comes from the nursery may be read and written, and executed if that is asked for.
         let usual = rights == mem::READ_WRITE;
-        let in_nursery =
-            if usual || rights == mem::READ_WRITE_EXECUTE { self.copy_to_nursery(range, aside, rights) } else { None };
+        let kept = self.is_kept_from_copies(range);
+        // What leaves the nursery has the attributes of the nursery.
+        let may_be_nursery = (usual || rights == mem::READ_WRITE_EXECUTE) && !kept;
+        let in_nursery = if may_be_nursery { self.copy_to_nursery(range, aside, rights) } else { None };
         // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
         let allow = |fresh: &mem::Mapping| usual || unsafe { mem::protect(fresh.addr(), len, rights) }.is_ok();
         let fresh = if in_nursery.is_some() { None } else { copy_of(aside, len).ok().filter(allow) };
+        if let Some(fresh) = fresh.as_ref().filter(|_| kept) {
+            self.keep_from_copies(Range::pages_from(fresh.addr(), range.pages()), range);
+        }
         let (from, flags) = match in_nursery {
             // The nursery stays whole.
             Some(at) => (Some(at), INTO | libc::MREMAP_DONTUNMAP),

@@ -7,7 +7,7 @@
 
 use super::c_library::me;
 use super::pins;
-use crate::address_space::anonymous::keep_attributes;
+use crate::address_space::anonymous::{keep_attributes, keep_from_copies};
 use crate::address_space::discarded_ranges;
 use crate::address_space::maps::{Maps, POOL_NAME, pool_mappings};
 use crate::cold;
@@ -95,6 +95,9 @@ fn replace_by_copy(range: Range, rights: c_int) -> Result<()> {
     let fresh = copy_of(range.start, range.len())?;
     // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
     unsafe { mem::protect(fresh.addr(), range.len(), rights) }?;
+    let held = SHARED.mapping_lock.lock(me());
+    keep_from_copies(Range::pages_from(fresh.addr(), range.pages()), range, SHARED.tables(&held).table);
+    drop(held);
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: replaces what lies there by memory of the same bytes.
     unsafe { mem::remap(fresh.addr(), range.len(), range.len(), flags, range.start) }?;
