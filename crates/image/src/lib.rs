@@ -46,7 +46,7 @@ pub mod tree;
 
 pub use error::{Error, Result};
 pub use format::decompress::unpack;
-pub use format::{erofs, tar};
+pub use format::{erofs, fleet, tar};
 pub use maintain::{export, gc, scan};
 pub use runtime::doctor::{self, doctor};
 pub use runtime::{exec, mount, mounts, profile};

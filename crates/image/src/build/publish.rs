@@ -5,7 +5,7 @@ use crate::digest::Digest;
 use crate::error::{At, Result};
 use crate::link_farm;
 use crate::run_config::RunConfig;
-use crate::store::{BuildStats, ImageRecord, LayerTree, StagedLayer, Staging, Store};
+use crate::store::{Batch, BuildStats, ImageRecord, LayerTree, StagedLayer, Staging, Store};
 use crate::tree::{Data, Tree};
 use rustix::fs::Stat;
 use std::fs::File;
@@ -140,9 +140,21 @@ impl<'a> Build<'a> {
         Ok(data)
     }
 
+    /// Gives the objects so far their names: they stay if the build fails, until the next collection.
+    ///
+    /// # Errors
+    /// The system's; [`Error::Full`](crate::Error::Full).
+    pub fn keep(&self) -> Result<()> {
+        self.flush(&mut self.staging.batch())
+    }
+
     fn flush_if_full(&self) -> Result<()> {
         let mut batch = self.staging.batch();
-        if batch.is_full() && self.staging.flush(&mut batch)? {
+        if batch.is_full() { self.flush(&mut batch) } else { Ok(()) }
+    }
+
+    fn flush(&self, batch: &mut Batch) -> Result<()> {
+        if self.staging.flush(batch)? {
             link_farm::repair(self.store())?;
         }
         Ok(())
@@ -163,12 +175,7 @@ impl<'a> Build<'a> {
     ) -> Result<ImageRecord> {
         let layers = std::mem::take(&mut *self.layers());
         let publication = self.staging.stage_image(name, tree, source, config, notes, layers)?;
-        {
-            let mut batch = self.staging.batch();
-            if self.staging.flush(&mut batch)? {
-                link_farm::repair(self.store())?;
-            }
-        }
+        self.keep()?;
         if self.staging.name_trees(&publication)? {
             link_farm::repair(self.store())?;
         }

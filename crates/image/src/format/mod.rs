@@ -4,5 +4,6 @@ pub(crate) mod acl;
 pub(crate) mod budget;
 pub(crate) mod decompress;
 pub mod erofs;
+pub mod fleet;
 pub mod oci;
 pub mod tar;

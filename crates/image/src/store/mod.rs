@@ -55,7 +55,7 @@ pub use names::{DamagedImage, ImageRecord, ImageRecords, LayerTree, check_name};
 pub(crate) use objects::is_marked;
 pub(crate) use publish::StagedLayer;
 pub use staging::BuildStats;
-pub(crate) use staging::{HOLE_BYTES, Staging};
+pub(crate) use staging::{Batch, HOLE_BYTES, Staging};
 pub(crate) use stat_cache::{FileState, StatCache, StatEntry};
 pub use trees::decode_objects;
 pub(crate) use trees::{FARM_SUFFIX, ROOT_DIRECTORY, USER_DIRECTORY};
