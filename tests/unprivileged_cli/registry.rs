@@ -48,6 +48,10 @@ fn the_program_gets_what_the_tool_was_told() {
         assert!(words.iter().any(|other| other == word), "{word}: {words:?}");
     }
     assert_eq!(words[words.len() - 2..], ["--", "redis:7"]);
+    // An image of a fleet's store has its own name there.
+    let ran = alone(&tool, &["image", "pull", "s3://bucket/fleet/app:2"]).output().expect("the tool runs");
+    let words = text(&ran.stdout);
+    assert!(words.contains("\n--name=app:2\n") && words.ends_with("\n--\ns3://bucket/fleet/app:2\n"), "{words}");
     let ran = alone(&tool, &["image", "push", "-", "x/y", "--timeout=5", "--json"]).output().expect("the tool runs");
     let words = text(&ran.stdout);
     assert!(words.starts_with("push\n") && words.ends_with("--timeout=5\n--json\n--\nx/y\n"), "{words}");

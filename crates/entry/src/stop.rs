@@ -68,7 +68,7 @@ pub fn with_stopped<T: Send>(pid: i32, act: impl FnOnce(&Stopped) -> T + Send) -
     thread::scope(|scope| {
         let tracing = thread::Builder::new().name("tracer".into()).stack_size(256 << 10).spawn_scoped(scope, || {
             // A worker that donates idle time would let the program stand still for as long as others have work.
-            let _ = sched::set_policy(0, sched::Policy::Ordinary);
+            let _ = sched::take_ordinary_time();
             let mut stopped = Stopped { tracer: Tracer::default(), pid, threads: BTreeMap::new() };
             let result = stopped.stop();
             let done = result.map(|()| act(&stopped));
@@ -268,7 +268,7 @@ mod tests {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let pid = child.id() as i32;
         let policy = thread::spawn(move || {
-            sched::set_policy(0, sched::Policy::Idle).unwrap();
+            sched::donate_idle_time().unwrap();
             // SAFETY: returns a number.
             let policy = || unsafe { libc::sched_getscheduler(0) };
             (policy(), with_stopped(pid, |_| policy()).unwrap())

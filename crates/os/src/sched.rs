@@ -1,29 +1,26 @@
-//! Scheduling of threads.
+//! Scheduling of the calling thread.
 
 use crate::raw::Result;
 use crate::syscall;
 
-/// How a thread competes for processors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Policy {
-    /// As threads usually do.
-    Ordinary,
-    /// It runs only when no other thread wants the processor.
-    Idle,
-}
-
-/// Sets how `thread` competes for processors (0: the calling one), whatever it inherited.
+/// Runs the calling thread only when no other thread wants the processor.
 ///
 /// # Errors
-/// As sched_setscheduler(2): `EPERM` if an idle thread is to become an ordinary one, and this user may not have its nice value.
-pub fn set_policy(thread: i32, policy: Policy) -> Result<()> {
+/// As sched_setscheduler(2).
+pub fn donate_idle_time() -> Result<()> {
     let param = libc::sched_param { sched_priority: 0 };
-    let number = match policy {
-        Policy::Ordinary => libc::SCHED_OTHER,
-        Policy::Idle => libc::SCHED_IDLE,
-    };
     // SAFETY: the structure outlives the call.
-    unsafe { syscall!(libc::SYS_sched_setscheduler, thread, number, core::ptr::from_ref(&param)) }.map(drop)
+    unsafe { syscall!(libc::SYS_sched_setscheduler, 0, libc::SCHED_IDLE, core::ptr::from_ref(&param)) }.map(drop)
+}
+
+/// The calling thread competes for processors as threads usually do, whatever it inherited.
+///
+/// # Errors
+/// As sched_setscheduler(2): `EPERM` if its nice value is below what this user may have.
+pub fn take_ordinary_time() -> Result<()> {
+    let param = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the structure outlives the call.
+    unsafe { syscall!(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, core::ptr::from_ref(&param)) }.map(drop)
 }
 
 /// A set of processors, by number.

@@ -1,8 +1,10 @@
 //! What pull and push are told alike.
 
+use crate::address::Address;
 use clap::Args;
 use oci_client::Reference;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 /// Arguments of every action.
@@ -23,8 +25,27 @@ pub struct Common {
     /// One JSON document
     #[arg(long)]
     pub json: bool,
-    /// The image in the registry
-    pub reference: Reference,
+    /// The image in a registry or in a fleet's store
+    // Parsed later: a message of the parser of arguments would repeat a password.
+    pub reference: String,
+}
+
+/// Where an image is, outside of this host.
+pub enum Remote {
+    Registry(Reference),
+    Fleet(Address),
+}
+
+impl FromStr for Remote {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if Address::is_meant(text) {
+            return text.parse().map(Remote::Fleet);
+        }
+        let parsed = text.parse().map_err(|error: oci_client::ParseError| format!("{text}: {error}"));
+        parsed.map(Remote::Registry)
+    }
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

@@ -1,18 +1,20 @@
-//! pagefold-remote: images of a store from registries and to them.
+//! pagefold-remote: images of a store from registries and fleets' stores, and to them.
 //!
 //! `pagefold image pull` and `push` run it. It is a program of its own, so that `pagefold` and the daemon contain neither
 //! tokio nor TLS nor HTTP.
 
+mod address;
 mod common;
 mod credentials;
 mod error;
 mod fetch;
+mod fleet;
 mod pull;
 mod push;
 mod registry;
 
 use clap::{Parser, Subcommand};
-use common::Common;
+use common::{Common, Remote};
 use error::Error;
 use pagefold_image::oci::Platform;
 use pagefold_image::store::check_name;
@@ -22,7 +24,7 @@ use std::process::ExitCode;
 /// Threads that move bytes; the main thread unpacks.
 const THREADS: usize = 2;
 
-/// Pulls images from registries into a store, and pushes images of a store.
+/// Pulls images from registries and fleets' stores into a store, and pushes images of a store.
 ///
 /// `pagefold image pull` and `pagefold image push` run it with the store that they have found.
 #[derive(Parser)]
@@ -34,7 +36,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Action {
-    /// Store an image of a registry
+    /// Store an image of a registry or of a fleet's store
     Pull {
         #[command(flatten)]
         common: Common,
@@ -51,7 +53,7 @@ enum Action {
         #[arg(long)]
         max_entries: Option<u64>,
     },
-    /// Upload an image of the store to a registry
+    /// Upload an image of the store to a registry or to a fleet's store
     Push {
         #[command(flatten)]
         common: Common,
@@ -79,8 +81,19 @@ fn run(arguments: Arguments) -> Result<(), Error> {
     match arguments.action {
         Action::Pull { common, name, platform, max_bytes, max_entries } => {
             check_name(&name)?;
-            pull::pull(&runtime, &common, &name, &pull::Wanted { platform, max_bytes, max_entries })
+            let wanted = pull::Wanted { platform, max_bytes, max_entries };
+            match &remote(&common)? {
+                Remote::Registry(reference) => pull::pull(&runtime, &common, reference, &name, &wanted),
+                Remote::Fleet(address) => fleet::pull(&runtime, &common, address, &name, &wanted),
+            }
         }
-        Action::Push { common, name } => push::push(&runtime, &common, &name),
+        Action::Push { common, name } => match &remote(&common)? {
+            Remote::Registry(reference) => push::push(&runtime, &common, reference, &name),
+            Remote::Fleet(address) => fleet::push(&runtime, &common, address, &name),
+        },
     }
+}
+
+fn remote(common: &Common) -> Result<Remote, Error> {
+    common.reference.parse().map_err(Error::Said)
 }

@@ -7,7 +7,7 @@ use crate::common::Common;
 use crate::error::{Error, Result};
 use crate::fetch::fetch;
 use crate::registry::Registry;
-use oci_client::RegistryOperation;
+use oci_client::{Reference, RegistryOperation};
 use pagefold_image::build::Omissions;
 use pagefold_image::config::Limits;
 use pagefold_image::digest::Digest;
@@ -47,7 +47,7 @@ struct Moved {
 ///
 /// # Errors
 /// No such image; a registry that fails; layers that are not what the manifest says, or break the limits.
-pub fn pull(runtime: &Runtime, common: &Common, name: &str, wanted: &Wanted) -> Result<()> {
+pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &str, wanted: &Wanted) -> Result<()> {
     let defaults = Limits::default();
     let limits = Limits {
         bytes: wanted.max_bytes.unwrap_or(defaults.bytes),
@@ -55,7 +55,7 @@ pub fn pull(runtime: &Runtime, common: &Common, name: &str, wanted: &Wanted) -> 
         ..defaults
     };
     let operation = RegistryOperation::Pull;
-    let registry = Registry::connect(&common.reference, common.plain_http, common.timeout, operation);
+    let registry = Registry::connect(reference, common.plain_http, common.timeout, operation);
     let registry = Arc::new(runtime.block_on(registry)?);
     let mut moved = Moved::default();
     let documents = runtime.block_on(documents(&registry, wanted, limits, &mut moved))?;
@@ -91,7 +91,7 @@ pub fn pull(runtime: &Runtime, common: &Common, name: &str, wanted: &Wanted) -> 
             return Err(failed.unwrap_or(error.into()));
         }
     };
-    let record = build.publish(name, &tree, &common.reference.whole(), documents.config, notes.lines())?;
+    let record = build.publish(name, &tree, &reference.whole(), documents.config, notes.lines())?;
     moved.layers_fetched = downloads.layers_fetched;
     moved.bytes_fetched += downloads.bytes_fetched;
     downloads.remove()?;
@@ -205,8 +205,8 @@ impl Downloads {
     }
 }
 
-/// Says what came, and what is new in the store.
-fn report(record: &ImageRecord, stats: &BuildStats, moved: &Moved, json: bool) -> Result<()> {
+/// Says what the operator of an image should know.
+pub fn say_notes(record: &ImageRecord) {
     let platform = record.config.platform.parse::<Platform>();
     if platform.is_ok_and(|platform| !platform.fits(&Platform::host())) {
         eprintln!(
@@ -217,6 +217,11 @@ fn report(record: &ImageRecord, stats: &BuildStats, moved: &Moved, json: bool) -
     for note in &record.notes {
         eprintln!("pagefold: note: {}", pagefold_os::sanitize::clean(note));
     }
+}
+
+/// Says what came, and what is new in the store.
+fn report(record: &ImageRecord, stats: &BuildStats, moved: &Moved, json: bool) -> Result<()> {
+    say_notes(record);
     let (new, bytes_new) = (stats.objects_new.load(Relaxed), stats.bytes_new.load(Relaxed));
     let text = if json {
         let mut value = serde_json::to_value(record).expect("plain data");

@@ -4,8 +4,8 @@ use crate::common::Common;
 use crate::error::{Error, Result};
 use crate::registry::{Registry, retry};
 use bytes::Bytes;
-use oci_client::RegistryOperation;
 use oci_client::errors::OciDistributionError;
+use oci_client::{Reference, RegistryOperation};
 use pagefold_image::export;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
@@ -35,7 +35,7 @@ struct Manifest {
 ///
 /// # Errors
 /// No such image; a damaged object; a registry that fails or refuses the login.
-pub fn push(runtime: &Runtime, common: &Common, name: &str) -> Result<()> {
+pub fn push(runtime: &Runtime, common: &Common, reference: &Reference, name: &str) -> Result<()> {
     let missing = || pagefold_image::Error::NoImage {
         name: name.into(),
         domain: common.domain.clone(),
@@ -44,7 +44,7 @@ pub fn push(runtime: &Runtime, common: &Common, name: &str) -> Result<()> {
     let store = Store::open_existing(&common.store, &common.domain)?.ok_or_else(missing)?;
     let (record, _lease) = store.hold(name)?;
     let operation = RegistryOperation::Push;
-    let registry = Registry::connect(&common.reference, common.plain_http, common.timeout, operation);
+    let registry = Registry::connect(reference, common.plain_http, common.timeout, operation);
     let registry = runtime.block_on(registry)?;
     let build = store.build()?;
     let dir = build.scratch_path();
@@ -74,14 +74,14 @@ pub fn push(runtime: &Runtime, common: &Common, name: &str) -> Result<()> {
     let send = async || registry.push_manifest(bytes.clone()).await;
     runtime.block_on(retry(send)).map_err(|error| registry.name(error))?;
     drop(progress);
-    let reference = common.reference.whole();
+    let whole = reference.whole();
     let text = if common.json {
-        let value = serde_json::json!({ "name": name, "reference": reference, "manifest": digest,
+        let value = serde_json::json!({ "name": name, "reference": whole, "manifest": digest,
             "blobs_known": known, "blobs_uploaded": uploaded, "bytes_uploaded": bytes_uploaded });
         format!("{value:#}")
     } else {
         let mib = bytes_uploaded as f64 / f64::from(1 << 20);
-        format!("{digest}  {reference}\nblobs: {known} known, {uploaded} uploaded, {mib:.1} MiB")
+        format!("{digest}  {whole}\nblobs: {known} known, {uploaded} uploaded, {mib:.1} MiB")
     };
     writeln!(std::io::stdout(), "{text}").map_err(|error| Error::Said(format!("standard output: {error}")))
 }

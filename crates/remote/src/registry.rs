@@ -25,7 +25,7 @@ const MANIFESTS: &str = "application/vnd.oci.image.index.v1+json, application/vn
 const MANIFEST: HeaderValue = HeaderValue::from_static("application/vnd.oci.image.manifest.v1+json");
 
 /// The name in requests.
-const AGENT: &str = concat!("pagefold/", env!("CARGO_PKG_VERSION"));
+pub const AGENT: &str = concat!("pagefold/", env!("CARGO_PKG_VERSION"));
 
 /// Tries of a request, each after a longer pause, as long as errors pass.
 pub const TRIES: u32 = 5;
@@ -274,7 +274,7 @@ async fn speaks_tls(http: &reqwest::Client, host: &str) -> bool {
 }
 
 /// The text without the `secrets`.
-fn hide(text: String, secrets: &[String]) -> String {
+pub fn hide(text: String, secrets: &[String]) -> String {
     let secrets = secrets.iter().filter(|secret| !secret.is_empty());
     shorten(&secrets.fold(text, |text, secret| text.replace(secret.as_str(), "***")))
 }

@@ -67,15 +67,6 @@ address = "{dir}/snapshotter.sock"
         self.scratch.path()
     }
 
-    /// Starts the snapshotter, and waits until containerd has noticed: after a refusal it waits for a while before it tries again.
-    fn serve(&self) -> Process {
-        let snapshotter = start(self.dir());
-        until("containerd reaches the snapshotter", || {
-            self.ctr(&["snapshots", "--snapshotter", "pagefold", "ls"]).status.success()
-        });
-        snapshotter
-    }
-
     fn ctr(&self, args: &[&str]) -> Output {
         let socket = self.dir().join("containerd.sock");
         Command::new("timeout").args(["60", "ctr", "--address"]).arg(socket).args(args).output().unwrap()
@@ -222,7 +213,7 @@ fn random(size: usize) -> Vec<u8> {
 #[test]
 fn containers_of_different_images_share_page_cache_and_outlive_the_snapshotter() {
     let Some(engine) = Engine::new() else { return };
-    let mut snapshotter = engine.serve();
+    let mut snapshotter = start(engine.dir());
     let (busybox, shared) = (fs::read("/bin/busybox").unwrap(), random(1 << 20));
     let base = base(&busybox);
     // Neither names the directory that its file lies in: it is the lower layer's, or none but the file's.
@@ -255,7 +246,7 @@ fn containers_of_different_images_share_page_cache_and_outlive_the_snapshotter()
     };
     let sum = exec("one", "e1", "echo changed > /tmp/new; md5sum < /tmp/library.so");
     assert!(!engine.ctr(&["run", "--rm", "--snapshotter", "pagefold", "test/a:1", "x", "/bin/sh"]).status.success());
-    let _snapshotter = engine.serve();
+    let _snapshotter = start(engine.dir());
     // containerd waits for a moment before it connects again.
     until("containerd has connected again", || {
         engine.ctr(&["snapshot", "--snapshotter", "pagefold", "usage"]).status.success()
@@ -308,7 +299,7 @@ fn a_snapshotter_that_is_killed_again_and_again_loses_nothing() {
         let killer = scope.spawn(|| {
             let mut kills = 0;
             while !stop.load(Ordering::Relaxed) {
-                let mut snapshotter = engine.serve();
+                let mut snapshotter = start(engine.dir());
                 // Each pause is longer than the one before, up to what a busy machine takes.
                 let pause =
                     pause_ms.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |pause| Some(pause * 5 / 4 + 1));
@@ -348,7 +339,7 @@ fn a_snapshotter_that_is_killed_again_and_again_loses_nothing() {
     });
     println!("{kills} kills");
     assert!(kills > 5);
-    let _snapshotter = engine.serve();
+    let _snapshotter = start(engine.dir());
     until("an import succeeds", || engine.import(&archive).status.success());
     assert_eq!(engine.run("test/c:1", "last", script).into_bytes(), expected.stdout);
     for key in

@@ -43,9 +43,9 @@ pub enum Action {
     Build(BuildArgs),
     /// Store an OCI layout, OCI archive or docker-archive under a name
     Import(ImportArgs),
-    /// Store an image of a registry under a name
+    /// Store an image of a registry or a fleet's store under a name
     Pull(PullArgs),
-    /// Upload an image to a registry
+    /// Upload an image to a registry or a fleet's store
     Push(PushArgs),
     /// Mount an image
     Mount(MountArgs),
@@ -225,7 +225,7 @@ pub struct LimitArgs {
 
 #[derive(clap::Args)]
 pub struct RegistryArgs {
-    /// Talk to the registry without TLS; a registry of this machine may do without in any case
+    /// Talk to the registry or S3 server without TLS; a registry of this machine may do without in any case
     #[arg(long)]
     pub plain_http: bool,
     /// Try again after such a time without a byte
@@ -241,14 +241,18 @@ pub struct RegistryArgs {
   pagefold image pull redis:7
   pagefold image pull --platform linux/arm64 registry.example/app:2
   pagefold image pull localhost:5000/app@sha256:DIGEST
+  pagefold image pull s3://BUCKET/fleet/app:2
 
 Layers that an image of the store has too are neither fetched nor unpacked. A pull that was killed goes on where it
-ended. Logins are those of podman login and docker login. Needs pagefold-remote, a program of its own.")]
+ended. Logins are those of podman login and docker login. Of a fleet's store (s3://, file://, https://, http://) only
+objects that the store lacks are fetched; logins are those of the environment (AWS_ACCESS_KEY_ID and so on).
+Needs pagefold-remote, a program of its own.")]
 pub struct PullArgs {
-    /// Image as podman and docker name it: without a registry it is docker.io's
+    /// Image as podman and docker name it: without a registry it is docker.io's. Or its address in a fleet's store:
+    /// s3://BUCKET/PREFIX/NAME:TAG, file:///DIR/NAME:TAG, https://HOST/PATH/NAME:TAG
     #[arg(value_name = "REF")]
     pub reference: String,
-    /// Name to store it under [default: REF]
+    /// Name to store it under [default: REF; of a fleet's store NAME:TAG]
     #[arg(long, value_parser = checked(check_name))]
     pub name: Option<String>,
     /// What its programs run on, such as linux/arm64 [default: this machine]
@@ -264,13 +268,17 @@ pub struct PullArgs {
 #[command(after_help = "Examples:
   pagefold image push app:1 registry.example/team/app:1
   pagefold image push web localhost:5000/web --json
+  pagefold image push app:1 s3://BUCKET/fleet/app:1
 
-The image becomes one layer: the same image always the same bytes. Only what the registry lacks is uploaded.
-Logins are those of podman login and docker login. Needs pagefold-remote, a program of its own.")]
+In a registry the image becomes one layer: the same image always the same bytes. Only what the registry lacks is
+uploaded. Logins are those of podman login and docker login. To a fleet's store (s3://, file://) only objects that it
+lacks are uploaded, packed; logins are those of the environment (AWS_ACCESS_KEY_ID and so on).
+Needs pagefold-remote, a program of its own.")]
 pub struct PushArgs {
     /// Image to upload
     pub name: String,
-    /// Name of the image in the registry
+    /// Name of the image in the registry, or its address in a fleet's store: s3://BUCKET/PREFIX/NAME:TAG,
+    /// file:///DIR/NAME:TAG
     #[arg(value_name = "REF")]
     pub reference: String,
     #[command(flatten)]

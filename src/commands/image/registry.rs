@@ -1,4 +1,5 @@
-//! `pagefold image pull` and `push`: the program of its own that talks to registries takes this process over.
+//! `pagefold image pull` and `push`: the program of its own that talks to registries and fleets' stores takes this process
+//! over.
 
 use super::args::{PullArgs, PushArgs, RegistryArgs};
 use crate::error::Error;
@@ -23,10 +24,10 @@ pub fn program() -> Option<PathBuf> {
     all.into_iter().find(|path| path.is_file())
 }
 
-/// Becomes the program that stores an image of a registry. Returns only if that fails.
+/// Becomes the program that stores an image of a registry or of a fleet's store. Returns only if that fails.
 pub fn pull(store: &Path, domain: &str, args: &PullArgs) -> Error {
     let mut more = vec![
-        format!("--name={}", args.name.as_deref().unwrap_or(&args.reference)),
+        format!("--name={}", args.name.as_deref().unwrap_or(name_of(&args.reference))),
         format!("--max-bytes={}", args.limits.max_bytes),
         format!("--max-entries={}", args.limits.max_entries),
     ];
@@ -34,7 +35,13 @@ pub fn pull(store: &Path, domain: &str, args: &PullArgs) -> Error {
     become_program("pull", store, domain, &more, &args.registry, &args.reference)
 }
 
-/// Becomes the program that uploads an image to a registry. Returns only if that fails.
+/// The name under which an image is stored by default.
+fn name_of(reference: &str) -> &str {
+    let is_address = reference.contains("://");
+    reference.rsplit('/').next().filter(|_| is_address).unwrap_or(reference)
+}
+
+/// Becomes the program that uploads an image. Returns only if that fails.
 pub fn push(store: &Path, domain: &str, args: &PushArgs) -> Error {
     become_program("push", store, domain, &[format!("--name={}", args.name)], &args.registry, &args.reference)
 }

@@ -6,7 +6,6 @@
 //! Lock order: `domains`, then `connected`, then `past`.
 
 use crate::clients::connection::Connection;
-use crate::clients::idle_workers::IdleWorkers;
 use crate::clients::merge_client::{MergeClient, SharedClient};
 use crate::config::Config;
 use crate::domain_key::{DOMAIN_IDLE, DomainKey};
@@ -65,7 +64,6 @@ pub(crate) struct LiveClients {
     pub(crate) past_cpu_ns: AtomicU64,
     /// Event counts of domains that were dropped. Changes while `domains` is held.
     pub(crate) past: Mutex<Totals>,
-    pub(crate) idle_workers: IdleWorkers,
     /// Processors on which workers take steps now.
     worker_cpus: Mutex<Vec<u64>>,
     /// Wakes the monitor when a client connects or the daemon stops.
@@ -81,7 +79,6 @@ impl LiveClients {
             connected: Mutex::default(),
             past_cpu_ns: AtomicU64::new(0),
             past: Mutex::default(),
-            idle_workers: IdleWorkers::default(),
             worker_cpus: Mutex::default(),
             changed: Bell::new().expect("the first descriptors are there"),
             stopping: AtomicBool::new(false),
@@ -151,7 +148,9 @@ impl LiveClients {
 
     /// A worker: takes steps with clients that are due.
     fn work(&self, key: &DomainKey, domain: &Domain, wake: &Wake, over: &AtomicBool) {
-        let _idle = self.config.idle_priority.then(|| self.idle_workers.join());
+        if self.config.idle_priority {
+            let _ = sched::donate_idle_time();
+        }
         let mut gone = Vec::new();
         while !self.stopping.load(Ordering::Acquire) && !over.load(Ordering::Acquire) {
             let seen = *lock(&wake.0);
@@ -232,7 +231,6 @@ impl LiveClients {
     /// Removes the clients that `which` names, which have ended.
     pub(crate) fn forget(&self, which: impl Fn(&Connected) -> bool) {
         let mut out = Vec::new();
-        let _hurried = self.idle_workers.hurry();
         lock(&self.connected).retain(|client| {
             let gone = which(client);
             if gone {
@@ -297,7 +295,6 @@ impl LiveClients {
         connection: Arc<Connection>,
     ) -> bool {
         let shared = client.shared();
-        let _hurried = self.idle_workers.hurry();
         let mut connected = lock(&self.connected);
         let accepted = !is_connected_too_often(&connected, shared.pid);
         if accepted {

@@ -6,7 +6,6 @@ pub(crate) mod connection;
 pub(crate) mod domains;
 pub(crate) mod forked_children;
 pub(crate) mod handshake;
-pub(crate) mod idle_workers;
 pub(crate) mod leftover;
 pub(crate) mod merge_client;
 pub(crate) mod refusals;

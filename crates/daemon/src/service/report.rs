@@ -22,7 +22,6 @@ const KEEPER_BYTES: u64 = 1 << 20;
 
 /// The whole status.
 pub(crate) fn status(daemon: &Daemon) -> Status {
-    let _hurried = daemon.live.idle_workers.hurry();
     // Under one lock: a domain that is being dropped counts as one of these or in the past.
     let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
         let live = lock(&daemon.live.domains);

@@ -102,12 +102,14 @@ pub fn host_architecture() -> &'static str {
 }
 
 /// A request as the registry has received it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Request {
     pub method: String,
     pub path: String,
     /// By name in lower case.
     pub headers: BTreeMap<String, String>,
+    /// As many bytes as a header announces.
+    pub body: Vec<u8>,
 }
 
 impl Request {
@@ -195,13 +197,15 @@ fn serve(mut stream: TcpStream, rule: &Rule, log: &Mutex<Vec<Request>>) -> std::
     let Ok(line) = String::from_utf8(line) else { return Ok(()) };
     let mut words = line.split_whitespace();
     let (Some(method), Some(path)) = (words.next(), words.next()) else { return Ok(()) };
-    let mut request = Request { method: method.into(), path: path.into(), headers: BTreeMap::new() };
+    let mut request = Request { method: method.into(), path: path.into(), ..Request::default() };
     loop {
         let mut line = String::new();
         reader.read_line(&mut line)?;
         let Some((name, value)) = line.trim().split_once(':') else { break };
         request.headers.insert(name.to_lowercase(), value.trim().into());
     }
+    let length = request.header("content-length").and_then(|length| length.parse().ok()).unwrap_or(0);
+    reader.by_ref().take(length).read_to_end(&mut request.body)?;
     let before = {
         let mut log = log.lock().unwrap();
         let before = log.iter().filter(|other| other.path == request.path).count();

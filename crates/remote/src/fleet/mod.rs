@@ -1,0 +1,10 @@
+//! A fleet's store: images of several hosts in a bucket, each object once, packed.
+
+mod bucket;
+mod packs;
+mod pieces;
+mod pull;
+mod push;
+
+pub use pull::pull;
+pub use push::push;
