@@ -4,7 +4,7 @@
 //! simulated process of [`crate::sim`] the other.
 
 use pagefold_os::fd::Fd;
-use pagefold_os::{Page, Range};
+use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Pool, Slot};
 use pagefold_protocol::message::RefusalReason;
 
@@ -131,6 +131,12 @@ pub trait Client: Send {
     /// # Errors
     /// [`Gone`].
     fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone>;
+
+    /// Appends the pages of `range` that no other process maps. A page that a fork shares cannot be merged before one of both writes to
+    /// it: it is not worth a slot.
+    fn mapped_alone(&mut self, range: Range, out: &mut Vec<u64>) {
+        out.extend((range.start..range.end).step_by(PAGE_SIZE));
+    }
 
     /// Freezes, compares and maps the pieces (ascending, at most [`PIECES_MAX`]); appends one outcome each.
     ///

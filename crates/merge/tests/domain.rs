@@ -519,6 +519,31 @@ fn a_forked_child_shares_what_its_parent_shares() {
     assert_eq!((bench.domain.stats().pages_sharing, child.slots().len()), (49, 49));
 }
 
+/// A fork shares them already: neither parent nor child could show a slot.
+#[test]
+fn pages_that_a_fork_shares_take_no_slots_before_one_side_writes() {
+    let mut bench = Bench::simple();
+    let parent = bench.machine.spawn();
+    let range = parent.map(200);
+    (0..200).for_each(|page| parent.write(range.start + page * PAGE, 2 + page as u32));
+    parent.fork();
+    let child = bench.machine.born().remove(0);
+    for process in [&parent, &child] {
+        bench.domain.add(Box::new(process.client()));
+    }
+    bench.periods(40);
+    let stats = bench.domain.stats();
+    assert_eq!((stats.pages_sharing, bench.domain.pool().stats().bytes), (0, 0));
+    // Both write the same to half of it, elsewhere.
+    for page in 0..100 {
+        parent.write(range.start + page * PAGE, 1000 + page as u32);
+        child.write(range.start + (199 - page) * PAGE, 1000 + page as u32);
+    }
+    bench.periods(40);
+    let shared: Vec<usize> = [&parent, &child].map(|process| process.slots().len()).into();
+    assert_eq!(shared, [100, 100]);
+}
+
 #[test]
 fn when_the_last_client_goes_so_does_the_pool() {
     let mut bench = Bench::simple();

@@ -401,6 +401,15 @@ impl Client for MergeClient {
         pagefold_os::procfs::faults(self.shared.pid)
     }
 
+    fn mapped_alone(&mut self, range: Range, out: &mut Vec<u64>) {
+        // What the kernel does not tell the freeze finds out.
+        let before = out.len();
+        if pagemap::each_alone(&self.pagemap, range, |addr| out.push(addr)).is_err() {
+            out.truncate(before);
+            out.extend((range.start..range.end).step_by(PAGE_SIZE));
+        }
+    }
+
     fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
         // For just this question the kernel has a loop that reads the page table and nothing else.
         let query = pagemap::Query { all_of: pagemap::WRITTEN, report: pagemap::WRITTEN, ..Default::default() };

@@ -14,6 +14,7 @@ use crate::table::{CHUNK_LEN, CHUNK_PAGES, Huge};
 use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Page, Range, ranges, sched};
 use pagefold_pool::{Fingerprint, PublishError, Published, Slot};
+use pagefold_protocol::message::RefusalReason;
 use std::collections::HashMap;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -188,6 +189,7 @@ impl Domain {
             }
         }
         self.lead_to_copies(&mut targets);
+        let twins = without_forked(work, twins);
         let twins = self.affordable(work, twins, &targets);
         targets.extend(self.publish_twins(work, &twins, pages));
         targets.sort_unstable_by_key(|(addr, _)| *addr);
@@ -317,6 +319,22 @@ pub(super) struct Twin {
     pub(super) entry: IndexEntry,
     /// What the index would say of this one.
     pub(super) mine: u64,
+}
+
+/// The twins whose pages no other process maps. The others are refused, and tried again as pages that did not let themselves be frozen.
+fn without_forked(work: &mut Work, mut twins: Vec<Twin>) -> Vec<Twin> {
+    let (mut parts, mut alone) = (Vec::new(), Vec::with_capacity(twins.len()));
+    twins.iter().for_each(|twin| ranges::append(&mut parts, Range::pages_from(twin.addr, 1)));
+    parts.into_iter().for_each(|part| work.client.mapped_alone(part, &mut alone));
+    debug_assert!(alone.is_sorted(), "a batch is in order of address");
+    twins.retain(|twin| {
+        let is_alone = alone.binary_search(&twin.addr).is_ok();
+        if !is_alone {
+            remap::refuse_page(work, twin.addr, RefusalReason::Pinned);
+        }
+        is_alone
+    });
+    twins
 }
 
 fn is_fresh(work: &Work, addr: u64) -> bool {

@@ -305,6 +305,12 @@ impl Domain {
     }
 }
 
+/// Leaves the page at `addr` alone for a while: it could not be merged.
+pub(super) fn refuse_page(work: &mut Work, addr: u64, why: RefusalReason) {
+    Domain::refuse(work, why);
+    work.table.set(addr, PageState::Refused { why, periods: REFUSED_PERIODS });
+}
+
 /// Leaves the candidate at `addr` alone for long: there is no room for it now.
 pub(super) fn put_off(work: &mut Work, addr: u64) {
     if let PageState::Candidate { .. } = work.table.state(addr) {

@@ -206,6 +206,14 @@ impl Client for SimClient {
         Ok(())
     }
 
+    fn mapped_alone(&mut self, range: Range, out: &mut Vec<u64>) {
+        let Ok((memory, _)) = self.enter() else { return };
+        let is_shared = |addr: &u64| {
+            memory.entries.get(addr).is_some_and(|entry| matches!(entry.frame, Frame::Own { exclusive: false, .. }))
+        };
+        out.extend(pages_of(range).filter(|addr| !is_shared(addr)));
+    }
+
     fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
         let (mut memory, shared) = self.enter()?;
         readable.fill(false);
