@@ -1,5 +1,5 @@
 //! The leftover: what the budget of mappings keeps private is merged by the kernel's KSM where that runs, and nothing of that is left
-//! when a program leaves.
+//! when a program leaves. So are pages that clones of a template wrote.
 
 mod common;
 
@@ -7,7 +7,7 @@ use common::{Daemon, Server, c_program_with, can_merge, is_root, skipped, wait_f
 use pagefold_os::ksm::{self, Settings};
 use serde_json::Value;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard};
 
@@ -61,7 +61,7 @@ fn program(options: &[&str]) -> Option<PathBuf> {
 }
 
 /// Three instances, each with an order of its own; the last one marks some memory itself.
-fn instances(program: &std::path::Path, command: impl Fn() -> Command) -> Vec<Server> {
+fn instances(program: &Path, command: impl Fn() -> Command) -> Vec<Server> {
     let start = |order: &str, marks: bool| {
         let mut command = command();
         if marks {
@@ -72,14 +72,22 @@ fn instances(program: &std::path::Path, command: impl Fn() -> Command) -> Vec<Se
     vec![start("1", false), start("2", false), start("3", true)]
 }
 
-/// Memory of the processes in bytes, each page counted once.
+/// Memory of the processes and their children in bytes, each page counted once.
 fn memory(servers: &[Server]) -> u64 {
-    let of = |server: &Server| {
-        let text = fs::read_to_string(format!("/proc/{}/smaps_rollup", server.pid())).expect("it lives");
+    let of = |pid: i32| {
+        let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it lives");
         let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).expect("the kernel tells");
         line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
     };
-    servers.iter().map(of).sum()
+    servers.iter().flat_map(family).map(of).sum()
+}
+
+/// A process and its children.
+fn family(server: &Server) -> Vec<i32> {
+    let pid = server.pid();
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).expect("it lives");
+    let children = children.split_ascii_whitespace().map(|child| child.parse().expect("a number"));
+    std::iter::once(pid).chain(children).collect()
 }
 
 /// The memory once it has not become less for a while.
@@ -166,7 +174,7 @@ fn with_ksm_scattered_pages_take_no_more_memory_than_by_ksm_alone() {
     let private = memory(&servers);
     assert!(private > 2 * AREA + AREA / 2, "{} MiB", private / MIB);
     let said = String::from_utf8_lossy(&daemon.tool(&["status"]).stdout).into_owned();
-    assert!(said.contains("beyond its budget of mappings: private: KSM does not run (echo 1 > "), "{said}");
+    assert!(said.contains("leftover: private: KSM does not run (echo 1 > "), "{said}");
     ksm.run(true);
     wait_for_state(&daemon, &servers, "handed to KSM");
     // An agent has memory of its own in each program.
@@ -323,4 +331,135 @@ fn what_is_not_to_be_handed_stays_private() {
     servers[0].check("write 300");
     work(&mut servers[1..]);
     end(servers);
+}
+
+/// Bytes of a template, and what each clone writes of it: pages that all clones write, each elsewhere.
+const TEMPLATE: u64 = 16 << 20;
+const WRITTEN: u64 = TEMPLATE / 2;
+
+/// A template's file, in a directory that is removed with it.
+struct Template {
+    path: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Template {
+    fn make(program: &Path) -> Template {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let path = dir.path().join("template");
+        let mut command = Command::new("env");
+        command.env("TEMPLATE", &path);
+        end(vec![Server::start_as("make", command, program)]);
+        Template { path, _dir: dir }
+    }
+
+    /// Three clones; each maps the file.
+    fn clones(&self, program: &Path, command: impl Fn() -> Command) -> Vec<Server> {
+        let clone = |number: &str| {
+            let mut command = command();
+            command.env("TEMPLATE", &self.path);
+            Server::start_as(number, command, program)
+        };
+        ["1", "2", "3"].map(clone).into()
+    }
+}
+
+/// Waits until the clones hold in common what they all wrote: nearly all that two of three had for themselves.
+fn wait_for_common(what: &str, servers: &[Server], private: u64) {
+    wait_for(what, 120, || memory(servers) < private - 2 * WRITTEN + WRITTEN / 4);
+    println!("{what}: {} MiB, then {}", private / MIB, memory(servers) / MIB);
+}
+
+/// Each byte is right, also where a discard has the template's own page return.
+fn work_of_clones(servers: &mut [Server]) {
+    for word in ["check 1", "write 300", "discard 200", "write 100"] {
+        for server in servers.iter_mut() {
+            server.check(word);
+        }
+    }
+}
+
+#[test]
+fn what_clones_of_a_file_wrote_is_merged_by_ksm_and_the_rest_stays_the_files() {
+    let Some(ksm) = Ksm::take() else { return };
+    let Some(program) = c_program_with("clones", &[]) else { return };
+    let template = Template::make(&program);
+    let daemon = Daemon::start(&["--no-keeper", "--scan-interval", "100ms"]);
+    ksm.run(false);
+    let mut servers = template.clones(&program, || daemon.run(&["--manage", "all"]));
+    let mut own = template.clones(&program, || daemon.run(&["--manage", "all", "--domain", "owner"]));
+    let private = memory(&servers);
+    assert!(servers.iter().all(|server| marked(server) == 0));
+    ksm.run(true);
+    wait_for_state(&daemon, &servers, "private mappings of files handed to KSM");
+    wait_for_common("clones of a file under run", &servers, private);
+    for server in &servers {
+        assert_eq!(leftover(&daemon, server)["handed_bytes"].as_u64(), Some(TEMPLATE));
+        // KSM's pages count as the program's own: no page of the file's became one.
+        let smaps = fs::read_to_string(format!("/proc/{}/smaps", server.pid())).expect("it lives");
+        let (_, area) = smaps.split_once(template.path.to_str().expect("a name")).expect("it maps the file");
+        let copies = area.lines().find_map(|line| line.strip_prefix("Anonymous:")).expect("the kernel tells");
+        assert_eq!(copies.trim(), format!("{} kB", WRITTEN / 1024));
+    }
+    let said = String::from_utf8_lossy(&daemon.tool(&["status"]).stdout).into_owned();
+    assert!(said.contains("private mappings of files handed to KSM"), "{said}");
+    assert!(own.iter().all(|server| marked(server) == 0), "KSM knows no domains");
+    work_of_clones(&mut servers);
+    work_of_clones(&mut own);
+    for server in &mut servers {
+        assert!(daemon.tool(&["unmerge", &server.pid().to_string()]).status.success());
+        assert_eq!(marked(server), 0);
+        server.check("check 1");
+    }
+    end(own);
+    end(servers);
+}
+
+#[test]
+fn what_attached_clones_of_a_file_wrote_is_merged_by_ksm() {
+    let Some(ksm) = Ksm::take() else { return };
+    let Some(program) = c_program_with("clones", &["-static"]) else { return };
+    let template = Template::make(&program);
+    ksm.run(true);
+    let daemon = Daemon::start(&["--no-keeper", "--scan-interval", "100ms"]);
+    let tool = |arguments: &[&str], server: &Server| {
+        let pid = server.pid().to_string();
+        common::comes(60, || daemon.tool(&[arguments, &[&pid]].concat()).status.success())
+    };
+    for way in ["agent", "ksm"] {
+        let mut servers = template.clones(&program, || Command::new("env"));
+        let private = memory(&servers);
+        assert!(servers.iter().all(|server| tool(&["attach", "--backend", way], server)), "they are not attached");
+        wait_for_common(&format!("clones of a file, attached by {way}"), &servers, private);
+        work_of_clones(&mut servers);
+        for server in &mut servers {
+            assert!(tool(&["detach"], server), "it is not detached");
+            assert_eq!(marked(server), 0);
+            server.check("check 1");
+        }
+        end(servers);
+    }
+}
+
+/// Forks share what none of them wrote. What they wrote the agents merge, or KSM where it is a file's.
+#[test]
+fn what_forks_of_a_zygote_wrote_is_merged() {
+    let Some(ksm) = Ksm::take() else { return };
+    let Some(program) = c_program_with("clones", &[]) else { return };
+    let template = Template::make(&program);
+    let daemon = Daemon::start(&["--no-keeper", "--scan-interval", "100ms"]);
+    for of_file in [false, true] {
+        ksm.run(false);
+        let mut command = daemon.run(&["--manage", "all"]);
+        command.env("CLONES", "3");
+        if of_file {
+            command.env("TEMPLATE", &template.path);
+        }
+        let mut servers = vec![Server::start_as("zygote", command, &program)];
+        let private = memory(&servers);
+        ksm.run(of_file);
+        wait_for_common(if of_file { "forks that map a file" } else { "forks" }, &servers, private);
+        work_of_clones(&mut servers);
+        end(servers);
+    }
 }

@@ -225,14 +225,14 @@ fn render_clients(out: &mut String, status: &Status, style: Style) {
     render_leftover(out, status);
 }
 
-/// What became of memory that the budget of mappings keeps private.
+/// What became of memory that the budget of mappings keeps private, and of private mappings of files.
 fn render_leftover(out: &mut String, status: &Status) {
     for client in &status.clients {
         let Leftover { state, handed_bytes, ksm_pages, ksm_profit_bytes } = &client.leftover;
         if state.is_empty() && *handed_bytes == 0 {
             continue;
         }
-        let _ = write!(out, "{} {} beyond its budget of mappings: {}", client.pid, clean(&client.name), clean(state));
+        let _ = write!(out, "{} {} leftover: {}", client.pid, clean(&client.name), clean(state));
         if *handed_bytes > 0 {
             let sign = if *ksm_profit_bytes < 0 { "-" } else { "" };
             let _ = write!(
@@ -417,8 +417,8 @@ mod tests {
         let clients = vec![client(7, leftover), client(8, rests), client(9, Leftover::default())];
         let text = render(&Status { clients, ..Status::default() }, Style::plain());
         let handed = "handed to KSM, 64.0 MiB; of the program KSM has merged 1.00 MiB (profit -4.00 KiB)";
-        assert!(text.contains(&format!("\n7 a beyond its budget of mappings: {handed}\n")), "{text}");
-        assert!(text.contains("\n8 a beyond its budget of mappings: private: KSM does not run\n"), "{text}");
+        assert!(text.contains(&format!("\n7 a leftover: {handed}\n")), "{text}");
+        assert!(text.contains("\n8 a leftover: private: KSM does not run\n"), "{text}");
         assert!(!text.contains("9 a beyond"), "{text}");
     }
 

@@ -31,6 +31,14 @@ impl Map<'_> {
             && (self.name.is_empty() || self.name == b"[heap]" || self.name.starts_with(b"[anon:"))
     }
 
+    /// True for a private mapping of a file that can be read and written, and not executed: a page that is written there becomes the
+    /// process's own. Devices and huge pages are left out, as far as their names tell.
+    pub fn is_private_file(&self) -> bool {
+        let is_device = self.name.starts_with(b"/dev/") && !self.name.starts_with(b"/dev/shm/");
+        let is_special = is_device || self.name.starts_with(b"/anon_hugepage");
+        !self.shared && self.inode != 0 && self.prot == READ_WRITE && !is_special
+    }
+
     /// True if its bytes can be executed.
     pub fn is_executable(&self) -> bool {
         self.prot & libc::PROT_EXEC != 0

@@ -68,7 +68,7 @@ pub struct AgentCounters {
     pub discards: AtomicU64,
     /// Processor time of the agent's thread in nanoseconds.
     pub cpu_ns: AtomicU64,
-    /// Bytes of plain memory that the agent has handed to the kernel's KSM.
+    /// Bytes of memory that the agent has handed to the kernel's KSM.
     pub leftover_bytes: AtomicU64,
 }
 

@@ -58,8 +58,9 @@ pub enum Op {
     Lend = 11,
     /// Agent, on the socket for children: the program has forked. Carries the userfaultfd of the child's memory.
     ForkedChild = 12,
-    /// Hand the plain memory that is managed to the kernel's KSM (`a` = 1), or take back what was handed (`a` = 0): the answer's
-    /// count is 1 if there is more of it. Counted in [`AgentCounters::leftover_bytes`](crate::channel::AgentCounters).
+    /// Hand the plain memory that is managed and large private mappings of files to the kernel's KSM (`a` = 1), or only the latter
+    /// (`a` = 2): the answer's count is 1 if there are any. Or take back what was handed (`a` = 0): the count is 1 if there is more
+    /// of it. Counted in [`AgentCounters::leftover_bytes`](crate::channel::AgentCounters).
     Leftover = 13,
     /// Daemon, to the agent of a cold client: begin; `a` = epoch.
     ColdStart = 16,

@@ -18,6 +18,8 @@ pub(crate) struct Mapping {
     pub(crate) is_pool: bool,
     /// It is private memory that can be read and written.
     pub(crate) is_plain: bool,
+    /// It is a private mapping of another file that can be read and written.
+    pub(crate) is_private_file: bool,
     pub(crate) said: Attributes,
 }
 
@@ -36,8 +38,13 @@ pub(crate) fn for_each(mut f: impl FnMut(Mapping)) -> Result<()> {
         |line| {
             if let Some(map) = maps::parse_line(line) {
                 let is_pool = map.name.starts_with(POOL_NAME) && !map.shared;
-                let (range, is_plain) = (map.range, map.is_plain_anonymous());
-                mapping = Some(Mapping { range, is_pool, is_plain, said: Attributes::default() });
+                mapping = Some(Mapping {
+                    range: map.range,
+                    is_pool,
+                    is_plain: map.is_plain_anonymous(),
+                    is_private_file: map.is_private_file() && !is_pool,
+                    said: Attributes::default(),
+                });
             } else if let Some(key) = line.strip_prefix(b"ProtectionKey:") {
                 if let Some(mapping) = &mut mapping {
                     mapping.said.keyed = key.trim_ascii() != b"0";

@@ -36,7 +36,11 @@ pub(crate) fn refresh(table: &mut RangeAttributes) -> Result<()> {
         table.forget(Range { start: behind, end: mapping.range.start.max(behind) });
         behind = mapping.range.end;
         if !mapping.is_plain && !mapping.is_pool {
-            table.forget(mapping.range);
+            if mapping.is_private_file {
+                table.change(mapping.range, |note| *note = with_handed(mapping.said, note.handed));
+            } else {
+                table.forget(mapping.range);
+            }
             return extent.end(table, Range { start: behind, end: behind });
         }
         if mapping.range.start == extent.range.end {
@@ -48,15 +52,18 @@ pub(crate) fn refresh(table: &mut RangeAttributes) -> Result<()> {
         extent.is_kept |= is_pool || said.mergeable;
         // A mapping of the pool's never has what plain memory there had.
         table.change(mapping.range, |note| {
-            // The mark is the agent's where the agent handed the memory.
-            let handed = note.handed;
-            let mergeable = said.mergeable && !handed;
-            *note = Attributes { seen: true, small: said.small || is_pool && note.small, handed, mergeable, ..said };
+            let small = said.small || is_pool && note.small;
+            *note = Attributes { seen: true, small, ..with_handed(said, note.handed) };
         });
     })?;
     table.forget(Range { start: behind, end: u64::MAX });
     extent.end(table, Range { start: behind, end: behind });
     Ok(())
+}
+
+/// What the kernel says, of memory that the agent `handed` to KSM or did not: the mark is the agent's where it did.
+fn with_handed(said: Attributes, handed: bool) -> Attributes {
+    Attributes { handed, mergeable: said.mergeable && !handed, ..said }
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! The leftover: plain memory that the budget of mappings keeps private, handed to the kernel's KSM.
+//! The leftover: plain memory that the budget of mappings keeps private, handed to the kernel's KSM. So are the program's own copies of
+//! pages of files, which no userfaultfd can move.
 //!
 //! KSM merges pages without a mapping for each. It looks only at memory that is marked, so the agent marks what it manages and
 //! nothing else. `prctl(PR_SET_MEMORY_MERGE)` would mark all of the program's memory, what comes later and in its children as well, and
@@ -10,6 +11,7 @@
 
 use super::session::Agent;
 use crate::address_space::anonymous::watch_anonymous;
+use crate::address_space::maps::POOL_NAME;
 use crate::address_space::regions::{Listed, list};
 use crate::mapping_lock::MappingLockGuard;
 use crate::range_attributes::RangeAttributes;
@@ -17,7 +19,7 @@ use crate::state::{SHARED, is_lent};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, mem, sched};
-use pagefold_protocol::message::{LIST_MAX, RegionEntry};
+use pagefold_protocol::message::{ALL_MIN, LIST_MAX, RegionEntry};
 
 /// Bytes that are taken back under the mapping lock together: KSM's pages are copied, one by one.
 const TAKEN_TOGETHER: u64 = 2 << 20;
@@ -25,7 +27,7 @@ const TAKEN_TOGETHER: u64 = 2 << 20;
 const TAKE_BACK_NS: u64 = 10_000_000;
 
 impl Agent {
-    /// Hands the plain memory that is managed to KSM, but for what the program has marked itself. Memory that cannot be watched for
+    /// Hands the plain memory that is managed to KSM, and large private mappings of files, but for what the program has marked itself. Memory that cannot be watched for
     /// writes stays the program's.
     ///
     /// # Errors
@@ -48,10 +50,62 @@ impl Agent {
             }
             self.counters().leftover_bytes.store(bytes, Ordering::Relaxed);
             if count < LIST_MAX {
+                bytes += self.hand_files(table)?;
+                self.counters().leftover_bytes.store(bytes, Ordering::Relaxed);
                 return Ok(());
             }
             from = found[count - 1].end;
         }
+    }
+
+    /// Hands to KSM what [`hand_leftover`](Self::hand_leftover) does, but for plain memory. Returns true if that is anything.
+    ///
+    /// # Errors
+    /// As [`hand_leftover`](Self::hand_leftover).
+    pub(super) fn hand_file_copies(&self) -> Result<bool> {
+        if is_lent() {
+            return Err(Errno(libc::EBUSY));
+        }
+        let held = self.lock_mappings();
+        let table = SHARED.tables(&held).table;
+        let bytes = self.hand_files(table)?;
+        self.counters().leftover_bytes.store(table.handed_bytes(), Ordering::Relaxed);
+        Ok(bytes > 0)
+    }
+
+    /// Hands the large private mappings of files that the program may write to, and returns their length. KSM merges only pages that
+    /// were written: the others are the file's, which all processes share.
+    fn hand_files(&self, table: &mut RangeAttributes) -> Result<u64> {
+        let (mut bytes, mut result) = (0, Ok(()));
+        // Names can be long; a line that does not fit is left out.
+        let mut buffer = [0u8; 16 << 10];
+        self.maps.for_each_while(&mut buffer, |map| {
+            let is_template = map.is_private_file() && !map.name.starts_with(POOL_NAME) && map.range.len() >= ALL_MIN;
+            if is_template {
+                result = self.hand_file(map.range, table).map(|handed| bytes += handed);
+            }
+            result.is_ok()
+        })?;
+        result.map(|()| bytes)
+    }
+
+    /// Hands a private mapping of a file, but for what is excluded or kept from dumps, and returns its length.
+    fn hand_file(&self, range: Range, table: &mut RangeAttributes) -> Result<u64> {
+        let (mut at, mut bytes) = (range.start, 0);
+        while at < range.end && !table.is_lost() {
+            let (end, note) = table.stretch(at, range.end);
+            let part = Range { start: at, end };
+            at = end;
+            if note.is_excluded() || note.mergeable || note.dont_dump {
+                continue;
+            }
+            let marked = self.mark(part)?;
+            if marked > 0 {
+                table.change(part, |note| note.handed = true);
+            }
+            bytes += marked;
+        }
+        Ok(bytes)
     }
 
     /// Hands the plain memory of `range`, which is managed, and returns its length. The notes say so of merged memory too: one note
@@ -80,7 +134,7 @@ impl Agent {
         Ok(bytes)
     }
 
-    /// Marks plain memory for KSM; returns the bytes of it that are marked.
+    /// Marks memory for KSM; returns the bytes of it that are marked.
     fn mark(&self, plain: Range) -> Result<u64> {
         if plain.is_empty() || watch_anonymous(&self.watch, plain).is_err() {
             return Ok(0);

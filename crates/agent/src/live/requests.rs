@@ -122,6 +122,7 @@ impl Agent {
             FETCH => self.fetch(count),
             PART => self.lend(request.a == 1).map(|()| 0),
             LEFTOVER if request.a == 1 => self.hand_leftover().map(|()| 0),
+            LEFTOVER if request.a == 2 => self.hand_file_copies().map(usize::from),
             LEFTOVER => self.take_back_leftover().map(usize::from),
             REMAP => {
                 // In any case: the daemon does not bring them again.

@@ -1,6 +1,7 @@
-//! What the daemon does with a client's leftover: plain memory with twins that the budget of mappings keeps private.
+//! What the daemon does with a client's leftover: plain memory with twins that the budget of mappings keeps private, and the client's own
+//! copies of pages of files that it maps.
 //!
-//! KSM needs no mapping for a page. So the agent hands such a client's memory to KSM, if KSM runs: the daemon changes none of KSM's
+//! KSM needs no mapping for a page, and merges such copies where they are. So the agent hands such a client's memory to KSM, if KSM runs: the daemon changes none of KSM's
 //! settings. KSM knows no domains, so only clients of an unnamed domain are handed over.
 
 use crate::config::Leftover;
@@ -13,6 +14,8 @@ pub(crate) enum State {
     /// No page with a twin was left out.
     #[default]
     None,
+    /// No page with a twin was left out; the agent has handed private mappings of files to KSM.
+    FilesHanded,
     /// The agent has handed it to KSM.
     Handed,
     /// This daemon hands nothing.
@@ -45,6 +48,7 @@ impl State {
     pub(crate) fn text(self) -> String {
         match self {
             State::None => String::new(),
+            State::FilesHanded => "private mappings of files handed to KSM".into(),
             State::Handed => "handed to KSM".into(),
             State::Off => "private: --leftover private".into(),
             State::Named => "private: its domain has a name, and KSM merges across all domains".into(),

@@ -315,6 +315,23 @@ impl MergeClient {
         }
     }
 
+    /// Has the agent hand private mappings of files to KSM, once for each `generation` of the client's memory: of all that is managed,
+    /// only KSM can merge pages that were written there.
+    fn hand_file_copies(&mut self, generation: u64) -> Result<(), Gone> {
+        let is_due = self.handed.1 != generation && self.handed.0 >= HAND_PERIODS;
+        if !self.shared.manages_all || !is_due {
+            return Ok(());
+        }
+        self.handed.0 = 0;
+        if self.before_asking().is_none() {
+            self.handed.1 = generation;
+            if self.ask_for(Op::Leftover, 0, 2, 0, &[])? == Ok(1) {
+                *lock(&self.shared.leftover) = State::FilesHanded;
+            }
+        }
+        Ok(())
+    }
+
     /// What becomes of a leftover without asking the agent; `None` if the agent shall hand it.
     fn before_asking(&self) -> Option<State> {
         State::before_asking(self.policy.0, &self.policy.1)
@@ -622,13 +639,13 @@ impl Client for MergeClient {
     fn settle_leftover(&mut self, left_out: bool) -> Result<(), Gone> {
         let before = *lock(&self.shared.leftover);
         let is_handed = self.shared.counters().leftover_bytes.load(Ordering::Relaxed) > 0;
-        if before == State::None && !left_out {
-            // An earlier daemon had the agent hand it, and this one would not.
-            let withdraws = is_handed && matches!(self.before_asking(), Some(State::Off | State::Named));
-            return if withdraws { self.take_back_leftover() } else { Ok(()) };
-        }
         self.handed.0 += 1;
         let generation = self.generation();
+        if matches!(before, State::None | State::FilesHanded) && !left_out {
+            // An earlier daemon had the agent hand it, and this one would not.
+            let withdraws = is_handed && matches!(self.before_asking(), Some(State::Off | State::Named));
+            return if withdraws { self.take_back_leftover() } else { self.hand_file_copies(generation) };
+        }
         // New memory of the program is handed as well, at a measured pace: each time the agent looks at all mappings.
         if before == State::Handed && (!left_out && self.handed.1 == generation || self.handed.0 < HAND_PERIODS) {
             return Ok(());
@@ -645,6 +662,8 @@ impl Client for MergeClient {
     }
 
     fn take_back_leftover(&mut self) -> Result<(), Gone> {
+        // It is not handed again before the program has other memory.
+        self.handed = (0, self.generation());
         for _ in 0..TAKE_BACK_MAX {
             let began = Instant::now();
             // What the kernel has no memory for stays KSM's, and `status` goes on to count it.

@@ -186,7 +186,8 @@ impl Rules {
         }
         if map.inode != 0 {
             let clean = mapping.resident.saturating_sub(mapping.anonymous);
-            return vec![(FILE_PAGES, Held::Known(clean)), (FILE_COPIES, Held::Known(mapping.anonymous))];
+            let copies = if mapping.has("mg") { KSM_COPIES } else { FILE_COPIES };
+            return vec![(FILE_PAGES, Held::Known(clean)), (copies, Held::Known(mapping.anonymous))];
         }
         vec![(self.judge_private(mapping), Held::Unmanaged)]
     }
@@ -235,6 +236,7 @@ impl Rules {
 
 const OF_KERNEL: &str = "memory of devices or of the kernel";
 const FILE_COPIES: &str = "changed copies of pages of files";
+const KSM_COPIES: &str = "changed copies of pages of files, left to KSM";
 
 /// True for a file, as the kernel names it, that is memory and nothing else.
 fn is_shared_memory(name: &[u8]) -> bool {
@@ -291,6 +293,8 @@ mod tests {
         assert_eq!(judged("rw-s 0 fe:00 7 /a", shared), [(FILE_PAGES, Held::Known(8192))]);
         let both = [(FILE_PAGES, Held::Known(4096)), (FILE_COPIES, Held::Known(4096))];
         assert_eq!(judged("rw-p 0 fe:00 7 /lib/libc.so.6", "VmFlags: rd wr"), both);
+        let marked = judged("rw-p 0 fe:00 7 /snapshot", "VmFlags: rd wr mg");
+        assert_eq!(marked, [(FILE_PAGES, Held::Known(4096)), (KSM_COPIES, Held::Known(4096))]);
         let huge = judged("rw-p 0 00:0e 7 /anon_hugepage", "Private_Hugetlb: 2048 kB\nVmFlags: rd ht");
         assert_eq!(huge, [("huge TLB pages", Held::Known(2 << 20))]);
         assert!(judged("rw-p 0 00:01 7 /memfd:pagefold-pool:1:x (deleted)", "VmFlags: rd wr uw").is_empty());
