@@ -25,6 +25,7 @@ mod sandboxes;
 mod scratch;
 mod stats;
 mod table;
+mod timing;
 mod tool;
 mod vm;
 mod zswap;
@@ -56,6 +57,7 @@ const BENCHES: &[Bench] = &[
         "programs that mostly wait: memory, processor time and replies, against KSM and zswap",
         sandboxes::run,
     ),
+    ("timing", "what a program learns from the time of its writes: one domain, two domains, KSM", timing::run),
     ("zswap", "cold tier against zswap and a red-black tree", zswap::run),
 ];
 

@@ -91,7 +91,9 @@ impl Row<'_> {
         json!({
             "kind": self.kind.name, "mib_each": args.mib(),
             "before_mib": self.spread(|round| Some(nothing(round)?.pss_mib)),
-            "found_mib": self.spread(|round| nothing(round)?.found_mib),
+            "found_mib": self.spread(|round| nothing(round)?.left_mib),
+            "attach_left_mib": self.spread(|round| of(round, Way::Attach)?.left_mib),
+            "run_left_mib": self.spread(|round| of(round, Way::Run)?.left_mib),
             "ksm_saved_mib": self.spread(by(Way::Ksm)),
             "attach_saved_mib": self.spread(by(Way::Attach)),
             "run_saved_mib": self.spread(by(Way::Run)),
@@ -168,7 +170,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
     record::table(
         "coverage: memory of three instances with equal data, and what is saved of it (MiB)",
         "kind|before=before_mib:0|found=found_mib:0|KSM=ksm_saved_mib:0|attach=attach_saved_mib:0|run=run_saved_mib:0|\
-         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|right",
+         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|run left=run_left_mib:0|right",
         rows,
     );
     match wrong.is_empty() {
@@ -181,8 +183,8 @@ fn measure(args: &Args) -> Result<(), Failure> {
 mod tests {
     use super::*;
 
-    fn measured(way: Way, pss_mib: f64, found_mib: Option<f64>) -> Measured {
-        Measured { way, pss_mib, found_mib, is_right: true, notes: vec!["a note".into()] }
+    fn measured(way: Way, pss_mib: f64, left_mib: Option<f64>) -> Measured {
+        Measured { way, pss_mib, left_mib, is_right: true, notes: vec!["a note".into()] }
     }
 
     #[test]
@@ -193,13 +195,14 @@ mod tests {
                 measured(Way::Nothing, 200.0, Some(125.0)),
                 measured(Way::Ksm, 100.0, None),
                 measured(Way::Attach, attach, None),
-                measured(Way::Run, 100.0, None),
+                measured(Way::Run, 100.0, Some(2.0)),
             ]
         };
         let mut row = Row { kind: &kinds::all()[0], rounds: vec![round(80.0), round(75.0), round(90.0)] };
         let json = row.json(&args);
         let median = |field: &str| json[field]["median"].as_f64();
         assert_eq!((median("before_mib"), median("found_mib")), (Some(200.0), Some(125.0)));
+        assert_eq!((median("attach_left_mib"), median("run_left_mib")), (None, Some(2.0)));
         assert_eq!((median("ksm_saved_mib"), median("attach_saved_mib")), (Some(100.0), Some(120.0)));
         assert_eq!((median("attach_against_ksm"), median("run_against_ksm")), (Some(1.2), Some(1.0)));
         assert_eq!((&json["right"], &json["notes"]), (&json!(true), &json!(["a note"])));

@@ -33,9 +33,9 @@ pub struct Measured {
     pub way: Way,
     /// The sum of Pss of all processes of all instances, once it changes no more.
     pub pss_mib: f64,
-    /// What a dry run finds in these instances; only with nothing. Where blocks lie in pages by chance, other instances of the same
-    /// kind have more or less.
-    pub found_mib: Option<f64>,
+    /// What a dry run finds in these instances, in the end: with nothing, all that could be saved. Where blocks lie in pages by chance,
+    /// other instances of the same kind have more or less. `None` with KSM, of whose pages a dry run does not know.
+    pub left_mib: Option<f64>,
     /// Whether every instance still holds its data.
     pub is_right: bool,
     /// What the tool says about programs that it does not manage.
@@ -102,7 +102,6 @@ impl Way {
         };
         let mut instances = (0..INSTANCES).map(start).collect::<Result<Vec<_>, _>>()?;
         instances.iter().try_for_each(Instance::ready)?;
-        let found = (self == Way::Nothing).then(|| found(&instances)).transpose()?;
         let mut notes = Vec::new();
         match (self, &engine) {
             (Way::Ksm, _) => ksm::write("run", 1)?,
@@ -115,6 +114,7 @@ impl Way {
             notes
                 .extend(processes.iter().map(|process| format!("{} is not managed: {}", process.name, process.reason)));
         }
+        let left = (self != Way::Ksm).then(|| found(&instances)).transpose()?;
         let mut is_right = true;
         for instance in &mut instances {
             if let Err(why) = instance.ask("") {
@@ -124,7 +124,7 @@ impl Way {
         }
         let notes = notes.into_iter().map(|note| format!("{}: {note}", self.name())).collect();
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        Ok(Measured { way: self, pss_mib: mib(pss), found_mib: found.map(mib), is_right, notes })
+        Ok(Measured { way: self, pss_mib: mib(pss), left_mib: left.map(mib), is_right, notes })
     }
 }
 
