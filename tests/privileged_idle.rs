@@ -4,7 +4,7 @@ mod common;
 
 use common::can_merge;
 use common::cold::{Host, Served, program};
-use common::{skipped, wait_for};
+use common::{TOOL, installed, is_root, skipped, wait_for};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -38,6 +38,48 @@ fn kib_of(pid: i32, name: &str) -> u64 {
     let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).expect("it lives");
     let of_file = smaps.split_inclusive("VmFlags:").filter(|mapping| mapping.contains(name));
     of_file.filter_map(|mapping| mapping.split_once("Rss:")?.1.split_whitespace().next()?.parse::<u64>().ok()).sum()
+}
+
+/// The daemon reads a file of the test's in the place of the kernel's.
+#[test]
+fn pressure_on_memory_brings_parking_forward() {
+    const PRESSURE: &str = "/proc/pressure/memory";
+    if !can_merge() || program().is_none() || installed("unshare").is_none() {
+        return;
+    }
+    if !is_root() || std::fs::read(PRESSURE).is_err() {
+        return skipped("only root mounts over /proc/pressure/memory, where the kernel has it");
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("memory");
+    let say = |avg10: &str| {
+        std::fs::write(
+            &file,
+            format!(
+                "some avg10={avg10} avg60=0.00 avg300=0.00 total=1
+"
+            ),
+        )
+        .expect("a file");
+    };
+    say("0.00");
+    // More than the test waits for; an eighth is less.
+    let host = Host::start_by(|socket| {
+        let script = format!(r#"mount --bind "$0" {PRESSURE} && exec "$@""#);
+        let mut daemon = std::process::Command::new("unshare");
+        daemon
+            .args(["-m", "sh", "-c", &script])
+            .arg(&file)
+            .args([TOOL, "daemon", "--priority=normal", "--no-keeper", "--socket"])
+            .arg(socket);
+        daemon.args(["--cold-policy=manual", "--park-idle=3m", "--park-within=1s"]).spawn().expect("unshare runs")
+    });
+    let mut client = Served::start(&host, &[], MIB);
+    wait_for("the client to be idle", 60, || activity(&host, client.pid()) == "idle");
+    assert_eq!(host.number(client.pid(), "pages_evicted"), 0);
+    say("50.00");
+    wait_until_parked(&host, client.pid());
+    client.does("check");
 }
 
 #[test]

@@ -4,6 +4,7 @@ use crate::Range;
 use crate::{maps, stat};
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::path::Path;
 
 /// A mapping with its own name, for callers that keep it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -207,6 +208,13 @@ pub fn mappings_max() -> u64 {
 pub fn available_and_total() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     (field(&text, "MemAvailable").unwrap_or(0) * 1024, field(&text, "MemTotal").unwrap_or(0) * 1024)
+}
+
+/// Percent of the last ten seconds in which some program of the host waited for memory: what `file` says, which is
+/// /proc/pressure/memory but in tests. `None` if the kernel does not tell (`psi=0`).
+pub fn memory_stall(file: &Path) -> Option<f64> {
+    let text = fs::read_to_string(file).ok()?;
+    text.strip_prefix("some avg10=")?.split(' ').next()?.parse().ok()
 }
 
 #[cfg(test)]

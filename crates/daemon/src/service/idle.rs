@@ -44,7 +44,7 @@ impl Watch {
                 park::unpark(daemon, &ClientSelector::Pid(*pid));
             }
         }
-        let idle = policy.idle_time(procfs::available_and_total().0, daemon.config.reserve_bytes);
+        let idle = policy.idle_time(signals::is_host_short(daemon.config.reserve_bytes));
         let clients = daemon.live.clients_where(|pid| pid != 0 && !lent.contains_key(&pid));
         self.live.retain(|pid, _| clients.iter().any(|(own, ..)| own == pid));
         for (pid, domain, id) in clients {

@@ -9,8 +9,8 @@ use crate::cold::client::Client;
 use crate::cold::evict::batch::Run;
 use crate::cold::evict::park;
 use crate::cold::group::Group;
+use pagefold_os::sched;
 use pagefold_os::sync::lock;
-use pagefold_os::{procfs, sched};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -61,7 +61,7 @@ impl Parker {
 
     fn look(&mut self, group: &Group, now: Duration) {
         let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
-        let idle = self.policy.idle_time(procfs::available_and_total().0, group.config.reserve_bytes);
+        let idle = self.policy.idle_time(signals::is_host_short(group.config.reserve_bytes));
         for client in clients {
             let Some(sample) = signals::sample(&client) else { continue };
             let decision = lock(&client.idleness).step(now, sample, idle, group.config.tick);

@@ -23,13 +23,21 @@ pub struct ParkPolicy {
     pub within: Duration,
 }
 
-/// Part of the idle time after which a client is parked while the host has less memory than its reserve.
+/// Part of the idle time after which a client is parked while the host is short of memory.
 const HURRY: u32 = 8;
+/// Percent of the time for which programs wait for memory on a host that is short of it.
+const STALLED: f64 = 10.0;
+
+/// True of a host that has `available` of its memory left and shall keep `reserve`, or on which programs wait for memory
+/// (`stall` percent of the last seconds): it has memory then that it cannot give out soon enough.
+pub(crate) fn is_short(available: u64, reserve: u64, stall: Option<f64>) -> bool {
+    available < reserve || stall.is_some_and(|stall| stall >= STALLED)
+}
 
 impl ParkPolicy {
-    /// The idle time, on a host that has `available` of its memory left and shall keep `reserve`.
-    pub(crate) fn idle_time(&self, available: u64, reserve: u64) -> Duration {
-        if available < reserve { self.idle / HURRY } else { self.idle }
+    /// The idle time, on a host that [is short](is_short) of memory or is not.
+    pub(crate) fn idle_time(&self, is_short: bool) -> Duration {
+        if is_short { self.idle / HURRY } else { self.idle }
     }
 
     /// How long a client works before its memory returns to live merging: a reply or two are better served from the tier.
@@ -357,11 +365,14 @@ mod tests {
     }
 
     #[test]
-    fn a_host_below_its_reserve_parks_sooner() {
+    fn a_host_below_its_reserve_or_under_pressure_parks_sooner() {
         let policy = ParkPolicy { idle: s(80), within: s(10) };
-        let idle = |available| policy.idle_time(available, 2 << 30);
-        assert_eq!([idle(0), idle((2 << 30) - 1), idle(2 << 30), idle(u64::MAX)], [s(10), s(10), s(80), s(80)]);
-        assert_eq!(policy.idle_time(0, 0), s(80), "there is no reserve");
+        let idle = |available, reserve, stall| policy.idle_time(is_short(available, reserve, stall));
+        let by_reserve = [0, (2 << 30) - 1, 2 << 30, u64::MAX].map(|available| idle(available, 2 << 30, None));
+        assert_eq!(by_reserve, [s(10), s(10), s(80), s(80)]);
+        assert_eq!(idle(0, 0, None), s(80), "there is no reserve");
+        let by_stall = [0.0, 9.99, 10.0, 100.0].map(|stall| idle(u64::MAX, 2 << 30, Some(stall)));
+        assert_eq!(by_stall, [s(80), s(80), s(10), s(10)]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What tells whether a client works. Nothing here costs the client anything, or asks its agent.
 
-use super::policy::Sample;
+use super::policy::{self, Sample};
 use crate::cold::client::Client;
 use pagefold_os::procfs;
 use std::path::Path;
@@ -23,6 +23,12 @@ pub(crate) fn sample(client: &Client) -> Option<Sample> {
         parked: client.is_parked(),
         suspended: is_suspended(client.pid),
     })
+}
+
+/// True if the host has less memory than `reserve`, or its programs wait for memory.
+pub(crate) fn is_host_short(reserve: u64) -> bool {
+    let stall = procfs::memory_stall(Path::new("/proc/pressure/memory"));
+    policy::is_short(procfs::available_and_total().0, reserve, stall)
 }
 
 /// True if no thread of the process can run: it is stopped, or its control group is frozen.
@@ -86,6 +92,28 @@ mod tests {
         ] {
             assert_eq!(is_frozen(groups, root.path()), frozen, "{groups:?}");
         }
+    }
+
+    #[test]
+    fn the_pressure_of_memory_is_read_from_the_kernels_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join("memory");
+        for (text, stall) in [
+            (
+                "some avg10=12.50 avg60=0.00 avg300=0.00 total=1\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=1\n",
+                Some(12.5),
+            ),
+            ("some avg10=0.00 avg60=44.00 avg300=0.00 total=1\n", Some(0.0)),
+            ("some avg10=many\n", None),
+            ("", None),
+        ] {
+            std::fs::write(&file, text).expect("a file");
+            assert_eq!(procfs::memory_stall(&file), stall, "{text}");
+        }
+        assert_eq!(procfs::memory_stall(&dir.path().join("nothing")), None);
+        // Not all kernels have it.
+        let here = procfs::memory_stall(Path::new("/proc/pressure/memory"));
+        assert_eq!(here.is_some(), std::fs::read("/proc/pressure/memory").is_ok());
     }
 
     #[test]
