@@ -419,7 +419,7 @@ mod tests {
         let handed = "handed to KSM, 64.0 MiB; of the program KSM has merged 1.00 MiB (profit -4.00 KiB)";
         assert!(text.contains(&format!("\n7 a leftover: {handed}\n")), "{text}");
         assert!(text.contains("\n8 a leftover: private: KSM does not run\n"), "{text}");
-        assert!(!text.contains("9 a beyond"), "{text}");
+        assert!(!text.contains("\n9 a leftover"), "{text}");
     }
 
     #[test]

@@ -27,8 +27,8 @@ const TAKEN_TOGETHER: u64 = 2 << 20;
 const TAKE_BACK_NS: u64 = 10_000_000;
 
 impl Agent {
-    /// Hands the plain memory that is managed to KSM, and large private mappings of files, but for what the program has marked itself. Memory that cannot be watched for
-    /// writes stays the program's.
+    /// Hands the plain memory that is managed to KSM, and large private mappings of files, but for what the program has marked itself.
+    /// Memory that cannot be watched for writes stays the program's.
     ///
     /// # Errors
     /// `EBUSY` while the cold tier has the memory; `EINVAL` if this kernel has no KSM; as reading the mappings.
