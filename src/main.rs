@@ -15,6 +15,7 @@ mod output;
 mod remote_status;
 mod top;
 mod units;
+mod unmanaged_memory;
 
 use clap::{CommandFactory, FromArgMatches, Parser};
 use std::path::PathBuf;

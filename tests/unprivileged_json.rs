@@ -245,6 +245,17 @@ fn a_daemon_with_clients_and_a_mount() {
     check("pagefold verify", &tool.json(&["verify", "--json", "--socket", &socket]));
     let pid = live.0.id().to_string();
     check("pagefold unmerge", &tool.json(&["unmerge", &pid, "--json", "--socket", &socket]));
+    let mut plain = Command::new("python3");
+    let mut plain = Running(plain.args(["-c", CLIENT]).stdout(Stdio::piped()).spawn().expect("python3 starts"));
+    plain.0.stdout.as_mut().expect("a pipe").read_exact(&mut [0; 5]).expect("it is ready");
+    let pid = plain.0.id().to_string();
+    let attached = tool.output(&["attach", &pid, "--json", "--socket", &socket]);
+    if attached.status.success() {
+        check("pagefold attach", &serde_json::from_slice(&attached.stdout).expect("JSON"));
+        check("pagefold detach", &tool.json(&["detach", &pid, "--json", "--socket", &socket]));
+    } else {
+        skipped(&format!("attach --json: {}", String::from_utf8_lossy(&attached.stderr)));
+    }
     let get = |target: &str| -> Value {
         let mut stream = UnixStream::connect(&web).expect("the page is served");
         write!(stream, "GET {target} HTTP/1.1\r\nHost: x\r\n\r\n").expect("it listens");

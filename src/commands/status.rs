@@ -3,8 +3,8 @@
 use crate::error::Error;
 use crate::output::{Style, Table, clean, print, print_json};
 use crate::remote_status::ImageStore;
-use crate::{daemon_client, units};
-use pagefold_daemon::status::{FILE_PAGES, Leftover, Status, UnmanagedMemory};
+use crate::{daemon_client, units, unmanaged_memory};
+use pagefold_daemon::status::{Leftover, Status};
 use pagefold_daemon::waits::Waits;
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -249,19 +249,8 @@ fn render_leftover(out: &mut String, status: &Status) {
 
 /// Memory of clients that is not managed, where it is much.
 fn render_unmanaged_memory(out: &mut String, status: &Status) {
-    const MUCH: u64 = 1 << 20;
     for client in &status.clients {
-        let is_shown = |memory: &&UnmanagedMemory| match memory.bytes {
-            0 => true,
-            bytes => bytes >= MUCH && memory.reason != FILE_PAGES,
-        };
-        let shown = client.unmanaged.iter().filter(is_shown);
-        let reasons: Vec<String> = shown
-            .map(|memory| match memory.bytes {
-                0 => clean(&memory.reason),
-                bytes => format!("{} {}", units::show_size(bytes), clean(&memory.reason)),
-            })
-            .collect();
+        let reasons = unmanaged_memory::reasons(client);
         if !reasons.is_empty() {
             let _ = writeln!(out, "{} {} not managed: {}", client.pid, clean(&client.name), reasons.join("; "));
         }
@@ -355,7 +344,7 @@ fn render_attached(out: &mut String, status: &Status) {
 mod tests {
     use super::*;
     use pagefold_daemon::cold::ColdClient;
-    use pagefold_daemon::status::{Client, UnmanagedProcess};
+    use pagefold_daemon::status::{Client, UnmanagedMemory, UnmanagedProcess};
 
     #[test]
     fn processes_and_domains_do_not_write_to_the_terminal() {
@@ -392,19 +381,14 @@ mod tests {
     }
 
     #[test]
-    fn unmanaged_memory_is_named_where_it_is_much() {
-        let memory = |reason: &str, bytes| UnmanagedMemory { reason: reason.into(), bytes };
-        let list = vec![
-            memory("shared memory", 9 << 20),
-            memory("locked (mlock)", 1 << 20),
-            memory("little", 4096),
-            memory(FILE_PAGES, 9 << 20),
+    fn unmanaged_memory_is_named_by_program() {
+        let unmanaged = vec![UnmanagedMemory { reason: "shared memory".into(), bytes: 9 << 20 }];
+        let clients = vec![
+            Client { pid: 7, name: "a".into(), unmanaged, ..Client::default() },
+            Client { pid: 9, name: "a".into(), ..Client::default() },
         ];
-        let client = |pid, unmanaged| Client { pid, name: "a".into(), unmanaged, ..Client::default() };
-        let clients = vec![client(7, list), client(8, vec![memory("unknown: no right", 0)]), client(9, Vec::new())];
         let text = render(&Status { clients, ..Status::default() }, Style::plain());
-        assert!(text.contains("\n7 a not managed: 9.00 MiB shared memory; 1.00 MiB locked (mlock)\n"), "{text}");
-        assert!(text.contains("\n8 a not managed: unknown: no right\n"), "{text}");
+        assert!(text.contains("\n7 a not managed: 9.00 MiB shared memory\n"), "{text}");
         assert!(!text.contains("9 a not"), "{text}");
     }
 

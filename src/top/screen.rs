@@ -5,6 +5,7 @@
 use super::{MountPoint, Order, Pane, View, sum};
 use crate::output::shorten;
 use crate::units::{show_count, show_counted, show_duration, show_percent, show_size, show_size_signed};
+use crate::unmanaged_memory;
 use pagefold_daemon::cold::ColdDomain;
 use pagefold_daemon::history::Point;
 use pagefold_daemon::status::Host;
@@ -458,7 +459,8 @@ fn draw_cold(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     frame.render_stateful_widget(table, area, &mut state);
 }
 
-/// Why pages were not merged, of the selected client or of all on show; and the last process that could not be managed.
+/// Why pages were not merged, of the selected client or of all on show; and what of the selected client's memory is not managed, or the
+/// last process that could not be.
 fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     if view.pane != Pane::Live || view.sample().status.is_none() {
         return Vec::new();
@@ -487,13 +489,15 @@ fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     let text = if text.is_empty() { "none".to_owned() } else { text };
     let mut lines =
         vec![Line::from(vec![Span::styled(format!("{selected}not merged: "), palette.title()), Span::raw(text)])];
+    let of_selected = view.selected_row().and(chosen.first()).map(|client| unmanaged_memory::reasons(client));
     let unmanaged = view.sample().status.iter().flat_map(|status| &status.unmanaged_processes).last();
-    lines.push(match unmanaged {
-        Some(process) => {
+    lines.push(match (of_selected.filter(|reasons| !reasons.is_empty()), unmanaged) {
+        (Some(reasons), _) => Line::styled(format!("{selected}not managed: {}", reasons.join("; ")), palette.warn()),
+        (None, Some(process)) => {
             let name = format!("{} {}", process.pid, process.name);
             Line::styled(format!("not managed: {}: {}", shorten(&name, 20), process.reason), palette.warn())
         }
-        None => {
+        (None, None) => {
             let each = chosen.iter().map(|client| (client.waits_recent, client.waits));
             Line::styled(waits(each), palette.dim())
         }
@@ -609,7 +613,7 @@ mod tests {
     use super::super::*;
     use super::*;
     use pagefold_daemon::cold::ColdStatus;
-    use pagefold_daemon::status::{Status, Totals};
+    use pagefold_daemon::status::{Status, Totals, UnmanagedMemory};
     use pagefold_merge::stats::{ClientStats, DomainStats};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
@@ -641,6 +645,7 @@ mod tests {
                 },
                 waits: Waits { count: 100, p50_us: 4, p99_us: 96, max_us: 60 + pid.unsigned_abs() as u64 },
                 waits_recent: Waits { count: u64::from(pid == 7), p50_us: 3, p99_us: 5, max_us: 5 },
+                unmanaged: vec![UnmanagedMemory { reason: "shared memory".into(), bytes: (pid as u64) << 20 }],
                 ..Client::default()
             };
             let domain = |name: &str| DomainStats { name: name.into(), ..DomainStats::default() };
@@ -760,6 +765,7 @@ mod tests {
         let text = rendered(&view, 80, 24).join("\n");
         assert!(text.contains("      1 qemu"), "the last client is on the screen\n{text}");
         assert!(text.contains("1 not merged: mapping limit 7, pinned 5"), "{text}");
+        assert!(text.contains("1 not managed: 1.00 MiB shared memory"), "{text}");
     }
 
     #[test]
