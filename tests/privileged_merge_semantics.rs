@@ -76,6 +76,7 @@ scenarios! {
     writers_lose_no_write_to_unmergeable: "unmergeable-writers";
     writers_lose_no_write_to_locks: "lock-writers";
     children_read_right_whenever_they_are_forked: "forks";
+    a_program_that_forks_all_the_time_is_merged: "forks-at-pace";
     an_orphan_keeps_its_pages: "orphan";
     a_program_goes_on_without_its_first_thread: "main-ends";
     children_need_no_daemon_to_discard: "child-without-daemon";

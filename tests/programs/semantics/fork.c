@@ -52,6 +52,27 @@ static void forks(void) {
     CHECK(most > 100, "only %zu pages were ever merged", most);
 }
 
+static void *fork_at_pace(void *end) {
+    while (!atomic_load((atomic_int *)end)) {
+        pid_t child = fork();
+        if (child == 0) _exit(0);
+        CHECK(ended_well(child), "a child");
+        nap(50);
+    }
+    return NULL;
+}
+
+// A server that forks for each job: what it holds meanwhile is merged like any other program's.
+static void forks_at_pace(void) {
+    atomic_int end = 0;
+    pthread_t forker;
+    pthread_create(&forker, NULL, fork_at_pace, &end);
+    struct region r = merged(2048);
+    atomic_store(&end, 1);
+    pthread_join(forker, NULL);
+    check(&r, "after the last child");
+}
+
 // A child's agent serves merged pages before a daemon has answered it.
 static void child_without_daemon(void) {
     const char *number = getenv("DAEMON");
@@ -301,6 +322,7 @@ static void no_segments_in_children(void) {
 
 const struct scenario fork_scenarios[] = {
     {"forks", forks},
+    {"forks-at-pace", forks_at_pace},
     {"orphan", orphan},
     {"child-without-daemon", child_without_daemon},
     {"process-namespace", process_namespace},
