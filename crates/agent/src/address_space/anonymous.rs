@@ -60,7 +60,8 @@ pub(crate) fn keep_from_copies(fresh: Range, range: Range, table: &RangeAttribut
 /// that gave all of `range` the attributes `note`.
 ///
 /// Memory that no child and no dump may have gets these attributes elsewhere, before it comes to `range`: another thread may fork
-/// by a bare call, or crash, at any moment. Other attributes may follow later.
+/// by a bare call, or crash, at any moment. Other attributes may follow later. Fresh memory comes without them where the kernel has
+/// no room for both mappings: a discard must not fail for that, and shows no old byte.
 ///
 /// # Errors
 /// The kernel's.
@@ -78,19 +79,31 @@ pub(crate) unsafe fn map_over(
         None => (libc::MAP_ANONYMOUS, -1, 0),
     };
     let flags = libc::MAP_PRIVATE | libc::MAP_NORESERVE | kind;
-    if !note.is_kept_from_copies() {
+    if note.is_kept_from_copies() {
+        // SAFETY: a new mapping where nothing lies.
+        let aside = unsafe { mem::map(mem::wish(range.len()), range.len(), rights, flags, fd, offset) };
         // SAFETY: as the caller promised.
-        return unsafe { mem::map(range.start, range.len(), rights, flags | libc::MAP_FIXED, fd, offset) }.map(|_| ());
+        let moved = aside.and_then(|aside| unsafe { move_over(range, aside, note, source.is_none()) });
+        if moved.is_ok() || source.is_some() {
+            return moved;
+        }
     }
-    // SAFETY: a new mapping where nothing lies.
-    let aside = unsafe { mem::map(mem::wish(range.len()), range.len(), rights, flags, fd, offset) }?;
-    put_attributes(Range { start: aside, end: aside + range.len() }, note, source.is_none());
-    // SAFETY: the new mapping, which no other thread knows, replaces what lies at `range`, as the caller promised.
-    let moved =
-        unsafe { mem::remap(aside, range.len(), range.len(), libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, range.start) };
+    // SAFETY: as the caller promised.
+    unsafe { mem::map(range.start, range.len(), rights, flags | libc::MAP_FIXED, fd, offset) }.map(|_| ())
+}
+
+/// Moves the mapping at `aside`, which is as long as `range`, there, with the attributes of `note`; if that fails it is unmapped.
+///
+/// # Safety
+/// As mmap(2) with `MAP_FIXED` of `range`; no other thread knows the mapping at `aside`.
+unsafe fn move_over(range: Range, aside: u64, note: &Attributes, plain: bool) -> Result<()> {
+    let len = range.len();
+    put_attributes(Range { start: aside, end: aside + len }, note, plain);
+    // SAFETY: as the caller promised.
+    let moved = unsafe { mem::remap(aside, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, range.start) };
     moved.map(|_| ()).inspect_err(|_| {
-        // SAFETY: the new mapping, which nothing uses.
-        let _ = unsafe { mem::unmap(aside, range.len()) };
+        // SAFETY: nothing uses the mapping.
+        let _ = unsafe { mem::unmap(aside, len) };
     })
 }
 
