@@ -17,7 +17,7 @@ fn mended(magic: &[u8], data: &[u8]) -> Vec<u8> {
 fuzz_target!(|data: &[u8]| {
     let _ = (fleet::decode_index(data), fleet::decode_manifest(data));
     let index = mended(b"PFPACK01", data);
-    if let Ok((pack, pieces)) = fleet::decode_index(&index) {
+    if let Ok(Some((pack, pieces))) = fleet::decode_index(&index) {
         assert_eq!(fleet::encode_index(&pack, &pieces), index);
         assert!(pieces.iter().all(|piece| fleet::piece_bytes(piece.size, piece.number) > 0));
     }

@@ -66,7 +66,7 @@ impl Fleet {
     /// The pieces of the store, with their packs.
     fn pieces(&self) -> Vec<(PathBuf, Indexed)> {
         let read = |path: PathBuf| {
-            let (pack, pieces) = fleet::decode_index(&fs::read(path).unwrap()).unwrap();
+            let (pack, pieces) = fleet::decode_index(&fs::read(path).unwrap()).unwrap().unwrap();
             let path = self.0.path().join(format!("packs/{}.pack", pack.hex()));
             pieces.into_iter().map(move |piece| (path.clone(), piece))
         };

@@ -105,11 +105,18 @@ pub fn encode_index(pack: &Digest, pieces: &[Indexed]) -> Vec<u8> {
     end(out)
 }
 
-/// Reads the index of a pack: the pack, and its pieces.
+/// Reads the index of a pack: the pack, and its pieces. `None` if it is damaged: its pieces count as not there.
 ///
 /// # Errors
-/// Another format; anything damaged.
-pub fn decode_index(bytes: &[u8]) -> Result<(Digest, Vec<Indexed>)> {
+/// Another format.
+pub fn decode_index(bytes: &[u8]) -> Result<Option<(Digest, Vec<Indexed>)>> {
+    match format_of(bytes, INDEX) {
+        Some(format) if format != FORMAT => Err(other_format("pack index", format)),
+        _ => Ok(read_index(bytes).ok()),
+    }
+}
+
+fn read_index(bytes: &[u8]) -> Result<(Digest, Vec<Indexed>)> {
     let mut rest = Rest(checked(bytes, INDEX, "pack index")?);
     let pack = rest.digest()?;
     let mut pieces = Vec::with_capacity(rest.0.len() / INDEXED);
@@ -174,6 +181,16 @@ fn damaged() -> crate::Error {
     input!("damaged")
 }
 
+fn other_format(what: &str, format: u8) -> crate::Error {
+    input!("{what} of format {format}; this program reads format {FORMAT}: use another pagefold")
+}
+
+/// The format that a file names behind its magic.
+fn format_of(bytes: &[u8], magic: &[u8; 6]) -> Option<u8> {
+    let (format, _) = bytes.strip_prefix(magic)?.split_at_checked(2)?;
+    std::str::from_utf8(format).ok()?.parse().ok()
+}
+
 fn begin(magic: &[u8; 6]) -> Vec<u8> {
     [&magic[..], format!("{FORMAT:02}").as_bytes()].concat()
 }
@@ -186,12 +203,9 @@ fn end(mut out: Vec<u8>) -> Vec<u8> {
 
 /// What a file holds between its magic and its check.
 fn checked<'a>(bytes: &'a [u8], magic: &[u8; 6], what: &str) -> Result<&'a [u8]> {
-    let foreign = || input!("not a {what} of pagefold");
-    let rest = bytes.strip_prefix(magic).ok_or_else(foreign)?;
-    let (format, _) = rest.split_at_checked(2).ok_or_else(foreign)?;
-    let format: u8 = std::str::from_utf8(format).ok().and_then(|text| text.parse().ok()).ok_or_else(foreign)?;
+    let format = format_of(bytes, magic).ok_or_else(|| input!("not a {what} of pagefold"))?;
     if format != FORMAT {
-        return Err(input!("{what} of format {format}; this program reads format {FORMAT}: use another pagefold"));
+        return Err(other_format(what, format));
     }
     let end = bytes.len().checked_sub(CHECK).filter(|end| *end >= 8).ok_or_else(damaged)?;
     if Digest::of(&bytes[..end]).0[..CHECK] == bytes[end..] { Ok(&bytes[8..end]) } else { Err(damaged()) }
@@ -240,7 +254,7 @@ mod tests {
     fn what_was_written_is_read_and_any_other_byte_is_damage() {
         let (pack, pieces) = index();
         let written = encode_index(&pack, &pieces);
-        assert_eq!(decode_index(&written).unwrap(), (pack, pieces));
+        assert_eq!(decode_index(&written).unwrap(), Some((pack, pieces)));
         let manifest = manifest();
         let bytes = encode_manifest(&manifest);
         assert_eq!(decode_manifest(&bytes).unwrap(), manifest);
@@ -251,7 +265,7 @@ mod tests {
             assert!(decode_manifest(&bytes[..at]).is_err(), "{at} bytes");
         }
         for at in 0..written.len() {
-            assert!(decode_index(&written[..at]).is_err(), "{at} bytes");
+            assert_eq!(decode_index(&written[..at]).unwrap(), None, "{at} bytes");
         }
     }
 
@@ -267,7 +281,7 @@ mod tests {
         ] {
             let whole = pieces[1];
             change(&mut pieces[1]);
-            assert!(decode_index(&encode_index(&pack, &pieces)).is_err(), "{:?}", pieces[1]);
+            assert_eq!(decode_index(&encode_index(&pack, &pieces)).unwrap(), None, "{:?}", pieces[1]);
             pieces[1] = whole;
         }
         let mut manifest = manifest();
@@ -281,5 +295,10 @@ mod tests {
         bytes[7] = b'2';
         let error = decode_manifest(&bytes).unwrap_err().to_string();
         assert!(error.contains("format 2") && error.contains("reads format 1"), "{error}");
+        let (pack, pieces) = index();
+        let mut bytes = encode_index(&pack, &pieces);
+        bytes[7] = b'2';
+        let error = decode_index(&bytes).unwrap_err().to_string();
+        assert!(error.contains("pack index of format 2"), "{error}");
     }
 }

@@ -64,11 +64,8 @@ pub async fn read(bucket: &Bucket, packs: Vec<Pack>, mut each: impl FnMut(Digest
         let Some((bytes, _)) = bucket.get(&path, INDEX_MAX).await? else {
             return Ok::<_, Error>((pack, 0, Vec::new()));
         };
-        let pieces = match decode_index(&bytes) {
-            Ok((digest, pieces)) if digest == pack.digest => pieces,
-            Err(error) if error.to_string() != "damaged" => return Err(Error::Said(format!("{path}: {error}"))),
-            _ => Vec::new(),
-        };
+        let index = decode_index(&bytes).map_err(|error| Error::Said(format!("{path}: {error}")))?;
+        let pieces = index.filter(|(digest, _)| *digest == pack.digest).map_or_else(Vec::new, |(_, pieces)| pieces);
         Ok((pack, bytes.len() as u64, pieces))
     };
     let mut came = 0;
