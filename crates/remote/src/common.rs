@@ -1,8 +1,11 @@
 //! What pull and push are told alike.
 
 use crate::address::Address;
+use crate::error::{Error, Result};
 use clap::Args;
 use oci_client::Reference;
+use pagefold_image::store::Store;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -30,6 +33,34 @@ pub struct Common {
     pub reference: String,
 }
 
+impl Common {
+    /// The store, which is to have image `name`.
+    ///
+    /// # Errors
+    /// There is no store.
+    pub fn open_with(&self, name: &str) -> Result<Store> {
+        let missing = || pagefold_image::Error::NoImage {
+            name: name.into(),
+            domain: self.domain.clone(),
+            store: self.store.clone(),
+        };
+        Ok(Store::open_existing(&self.store, &self.domain)?.ok_or_else(missing)?)
+    }
+}
+
+/// Prints what an action has done.
+///
+/// # Errors
+/// Standard output cannot be written.
+pub fn say(text: &str) -> Result<()> {
+    writeln!(io::stdout(), "{text}").map_err(|error| Error::Said(format!("standard output: {error}")))
+}
+
+/// Bytes in MiB.
+pub fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
 /// Where an image is, outside of this host.
 pub enum Remote {
     Registry(Reference),
@@ -39,7 +70,7 @@ pub enum Remote {
 impl FromStr for Remote {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
         if Address::is_meant(text) {
             return text.parse().map(Remote::Fleet);
         }
@@ -48,7 +79,7 @@ impl FromStr for Remote {
     }
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+fn seconds(text: &str) -> std::result::Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_string())?;
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }

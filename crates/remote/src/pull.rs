@@ -3,7 +3,7 @@
 //! Layers that the store knows are neither fetched nor unpacked. The others are fetched by a few requests at the same time,
 //! and unpacked in their order as they arrive.
 
-use crate::common::Common;
+use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
 use crate::fetch::fetch;
 use crate::registry::Registry;
@@ -15,7 +15,6 @@ use pagefold_image::oci::{Documents, Layer, LayerImport, Next, Platform};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{BuildStats, Download, ImageRecord, Store};
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use tokio::runtime::Runtime;
@@ -233,7 +232,6 @@ fn report(record: &ImageRecord, stats: &BuildStats, moved: &Moved, json: bool) -
         value["bytes_fetched"] = moved.bytes_fetched.into();
         format!("{value:#}")
     } else {
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         format!(
             "{}  {}\nlayers: {} known, {} fetched, {:.1} MiB; {} files, {new} new objects, {:.1} MiB new on disk",
             record.digest,
@@ -245,5 +243,5 @@ fn report(record: &ImageRecord, stats: &BuildStats, moved: &Moved, json: bool) -
             mib(bytes_new),
         )
     };
-    writeln!(std::io::stdout(), "{text}").map_err(|error| Error::Said(format!("standard output: {error}")))
+    say(&text)
 }

@@ -1,6 +1,6 @@
 //! Images of the store into a registry.
 
-use crate::common::Common;
+use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
 use crate::registry::{Registry, retry};
 use bytes::Bytes;
@@ -8,10 +8,9 @@ use oci_client::errors::OciDistributionError;
 use oci_client::{Reference, RegistryOperation};
 use pagefold_image::export;
 use pagefold_image::progress::Progress;
-use pagefold_image::store::Store;
 use serde::Deserialize;
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use tokio::runtime::Runtime;
@@ -36,12 +35,7 @@ struct Manifest {
 /// # Errors
 /// No such image; a damaged object; a registry that fails or refuses the login.
 pub fn push(runtime: &Runtime, common: &Common, reference: &Reference, name: &str) -> Result<()> {
-    let missing = || pagefold_image::Error::NoImage {
-        name: name.into(),
-        domain: common.domain.clone(),
-        store: common.store.clone(),
-    };
-    let store = Store::open_existing(&common.store, &common.domain)?.ok_or_else(missing)?;
+    let store = common.open_with(name)?;
     let (record, _lease) = store.hold(name)?;
     let operation = RegistryOperation::Push;
     let registry = Registry::connect(reference, common.plain_http, common.timeout, operation);
@@ -80,10 +74,10 @@ pub fn push(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
             "blobs_known": known, "blobs_uploaded": uploaded, "bytes_uploaded": bytes_uploaded });
         format!("{value:#}")
     } else {
-        let mib = bytes_uploaded as f64 / f64::from(1 << 20);
+        let mib = mib(bytes_uploaded);
         format!("{digest}  {whole}\nblobs: {known} known, {uploaded} uploaded, {mib:.1} MiB")
     };
-    writeln!(std::io::stdout(), "{text}").map_err(|error| Error::Said(format!("standard output: {error}")))
+    say(&text)
 }
 
 /// The bytes of the file `path`, which count as done.

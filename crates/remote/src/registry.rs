@@ -42,7 +42,7 @@ pub fn pause(number: u32) -> Duration {
 }
 
 /// Calls `request` until it succeeds, or fails for good.
-pub async fn retry<T>(mut request: impl AsyncFnMut() -> Result<T>) -> Result<T> {
+pub async fn retry<T, F: Future<Output = Result<T>>>(mut request: impl FnMut() -> F) -> Result<T> {
     for number in 0..TRIES - 1 {
         match request().await {
             Err(Error::Passing(_)) => tokio::time::sleep(pause(number)).await,

@@ -2,7 +2,7 @@
 
 use crate::address::{Address, Backend};
 use crate::error::{Error, Result, shorten};
-use crate::registry::{AGENT, TRIES, hide, pause};
+use crate::registry::{AGENT, hide, retry};
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
 use object_store::aws::AmazonS3Builder;
@@ -221,17 +221,6 @@ impl Bucket {
             other => other,
         }
     }
-}
-
-/// Calls `request` until it succeeds, or fails for good.
-async fn retry<T, F: Future<Output = Result<T>>>(request: impl Fn() -> F) -> Result<T> {
-    for number in 0..TRIES - 1 {
-        match request().await {
-            Err(Error::Passing(_)) => tokio::time::sleep(pause(number)).await,
-            other => return other,
-        }
-    }
-    request().await
 }
 
 fn causes<'a>(error: &'a StoreError) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {

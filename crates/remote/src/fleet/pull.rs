@@ -8,7 +8,7 @@ use super::packs::{self, pack_path};
 use super::pieces::unpack;
 use super::push::MANIFEST_MAX;
 use crate::address::Address;
-use crate::common::Common;
+use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
 use crate::pull::{Wanted, say_notes};
 use futures_util::StreamExt;
@@ -20,7 +20,7 @@ use pagefold_image::progress::Progress;
 use pagefold_image::store::{ImageRecord, Store};
 use pagefold_image::tree::{Data, FileKind, INLINE_MAX, Tree, drop_overlay_xattrs, show};
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -471,7 +471,6 @@ fn report(record: &ImageRecord, new: u64, moved: &Moved, json: bool) -> Result<(
         value["bytes_fetched"] = moved.bytes_fetched.into();
         format!("{value:#}")
     } else {
-        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         format!(
             "{}  {}\nobjects: {} known, {} fetched, {:.1} MiB; {} files, {:.1} MiB new on disk",
             record.digest,
@@ -483,5 +482,5 @@ fn report(record: &ImageRecord, new: u64, moved: &Moved, json: bool) -> Result<(
             mib(new),
         )
     };
-    writeln!(io::stdout(), "{text}").map_err(|error| Error::Said(format!("standard output: {error}")))
+    say(&text)
 }

@@ -4,7 +4,7 @@ use super::bucket::Bucket;
 use super::packs::{self, Uploads};
 use super::pieces::Packer;
 use crate::address::Address;
-use crate::common::Common;
+use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use pagefold_image::digest::{Digest, hash_reader};
@@ -14,7 +14,7 @@ use pagefold_image::store::Store;
 use pagefold_image::tree::{Data, FileKind, Tree};
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use tokio::runtime::Runtime;
@@ -34,12 +34,7 @@ type Lies = (Digest, u32, u32);
 /// No such image; a damaged object; a store that fails or refuses the login; another push that has given the image's name to
 /// another image meanwhile.
 pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -> Result<()> {
-    let missing = || pagefold_image::Error::NoImage {
-        name: name.into(),
-        domain: common.domain.clone(),
-        store: common.store.clone(),
-    };
-    let store = Store::open_existing(&common.store, &common.domain)?.ok_or_else(missing)?;
+    let store = common.open_with(name)?;
     let (record, _lease) = store.hold(name)?;
     let tree = store.tree(&record.digest)?;
     let bucket = Arc::new(Bucket::open(address, true, common.plain_http, common.timeout)?);
@@ -78,11 +73,11 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
             "packs_uploaded": uploads.packs_uploaded, "bytes_uploaded": uploaded });
         format!("{value:#}")
     } else {
-        let mib = uploaded as f64 / f64::from(1 << 20);
+        let mib = mib(uploaded);
         let new = places.len() as u64 - pieces_known;
         format!("{}  {reference}\npieces: {pieces_known} known, {new} uploaded, {mib:.1} MiB", record.digest)
     };
-    writeln!(io::stdout(), "{text}").map_err(|error| Error::Said(format!("standard output: {error}")))
+    say(&text)
 }
 
 /// Finds the pieces of `objects` that the store has.
