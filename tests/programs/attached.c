@@ -3,6 +3,7 @@
  *
  * Commands come by standard input, a line each: WORD COUNT. The answer is a line: "right", and how often memory was mapped anew. */
 #define _GNU_SOURCE
+#include "known_bytes.h"
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -29,13 +30,6 @@ static void fail(const char *what, unsigned long page)
 	_exit(3);
 }
 
-static uint64_t word(uint64_t page, uint64_t version, uint64_t at)
-{
-	uint64_t x = (page + 1) * 0x9e3779b97f4a7c15ull + version * 0xff51afd7ed558ccdull + at;
-	x ^= x >> 29;
-	return x * 0xbf58476d1ce4e5b9ull;
-}
-
 static void fill(unsigned char *at, uint64_t page, uint64_t version)
 {
 	for (unsigned long i = 0; i < PAGE / 8; i++)
@@ -49,14 +43,7 @@ static void compare(const char *what, const unsigned char *at, uint64_t page, ui
 			fail(what, page);
 }
 
-static uint64_t seed = 88172645463325252ull;
-static uint64_t below(uint64_t *state, uint64_t limit)
-{
-	*state ^= *state << 13;
-	*state ^= *state >> 7;
-	*state ^= *state << 17;
-	return *state % limit;
-}
+static uint64_t seed = FIRST_STATE;
 
 static void check(const char *what)
 {

@@ -6,6 +6,7 @@
  * line each: WORD COUNT. The answer is a line: "right", and the number of the area's first page. Clones by fork answer to their
  * parent. */
 #define _GNU_SOURCE
+#include "known_bytes.h"
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -29,21 +30,6 @@ static int is_of_file;
 static uint64_t held[PAGES];
 static uint64_t seed;
 
-static uint64_t below(uint64_t limit)
-{
-	seed ^= seed << 13;
-	seed ^= seed >> 7;
-	seed ^= seed << 17;
-	return seed % limit;
-}
-
-static uint64_t word(uint64_t content, uint64_t at)
-{
-	uint64_t x = (content + 1) * 0x9e3779b97f4a7c15ull + at;
-	x ^= x >> 29;
-	return x * 0xbf58476d1ce4e5b9ull;
-}
-
 static void fail(const char *what, unsigned long page)
 {
 	fprintf(stderr, "clones: %s: page %lu is wrong\n", what, page);
@@ -53,14 +39,14 @@ static void fail(const char *what, unsigned long page)
 static void fill(unsigned char *memory, unsigned long page)
 {
 	for (unsigned long i = 0; i < PAGE / 8; i++)
-		((volatile uint64_t *)(memory + page * PAGE))[i] = word(held[page], i);
+		((volatile uint64_t *)(memory + page * PAGE))[i] = word(held[page], 0, i);
 }
 
 static void check(const char *what)
 {
 	for (unsigned long page = 0; page < PAGES; page++)
 		for (unsigned long i = 0; i < PAGE / 8; i++)
-			if (((volatile uint64_t *)(area + page * PAGE))[i] != (held[page] == DISCARDED ? 0 : word(held[page], i)))
+			if (((volatile uint64_t *)(area + page * PAGE))[i] != (held[page] == DISCARDED ? 0 : word(held[page], 0, i)))
 				fail(what, page);
 }
 
@@ -68,11 +54,11 @@ static void check(const char *what)
 static void diverge(uint64_t clone)
 {
 	static uint32_t pages[PAGES];
-	seed = 88172645463325252ull + (clone + 1) * 0x9e3779b97f4a7c15ull;
+	seed = state_of(clone + 1);
 	for (unsigned long page = 0; page < PAGES; page++)
 		pages[page] = page;
 	for (unsigned long page = PAGES; page-- > 1;) {
-		unsigned long other = below(page + 1);
+		unsigned long other = below(&seed, page + 1);
 		uint32_t swapped = pages[page];
 		pages[page] = pages[other];
 		pages[other] = swapped;
@@ -87,8 +73,8 @@ static void diverge(uint64_t clone)
 static void writes(unsigned long count)
 {
 	while (count--) {
-		unsigned long page = below(PAGES);
-		held[page] = 2 * PAGES + below(1ul << 40);
+		unsigned long page = below(&seed, PAGES);
+		held[page] = 2 * PAGES + below(&seed, 1ul << 40);
 		fill(area, page);
 	}
 }
@@ -97,7 +83,7 @@ static void writes(unsigned long count)
 static void discards(unsigned long count)
 {
 	while (count--) {
-		unsigned long page = below(PAGES);
+		unsigned long page = below(&seed, PAGES);
 		if (madvise(area + page * PAGE, PAGE, MADV_DONTNEED))
 			fail("madvise", page);
 		held[page] = is_of_file ? page : DISCARDED;

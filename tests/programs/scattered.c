@@ -4,6 +4,7 @@
  * The argument is the number of the order. Commands come by standard input, a line each: WORD COUNT. The answer is a line: "right",
  * and the number of the area's first page. */
 #define _GNU_SOURCE
+#include "known_bytes.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/filter.h>
@@ -33,21 +34,6 @@ static uint32_t held[PAGES];
 static uint64_t seed;
 static int tracking;
 
-static uint64_t below(uint64_t limit)
-{
-	seed ^= seed << 13;
-	seed ^= seed >> 7;
-	seed ^= seed << 17;
-	return seed % limit;
-}
-
-static uint64_t word(uint64_t content, uint64_t at)
-{
-	uint64_t x = (content + 1) * 0x9e3779b97f4a7c15ull + at;
-	x ^= x >> 29;
-	return x * 0xbf58476d1ce4e5b9ull;
-}
-
 static void fail(const char *what, unsigned long page)
 {
 	fprintf(stderr, "scattered: %s: page %lu is wrong\n", what, page);
@@ -57,14 +43,14 @@ static void fail(const char *what, unsigned long page)
 static void fill(unsigned long page)
 {
 	for (unsigned long i = 0; i < PAGE / 8; i++)
-		((volatile uint64_t *)(area + page * PAGE))[i] = word(held[page], i);
+		((volatile uint64_t *)(area + page * PAGE))[i] = word(held[page], 0, i);
 }
 
 static void check(const char *what)
 {
 	for (unsigned long page = 0; page < PAGES; page++)
 		for (unsigned long i = 0; i < PAGE / 8; i++)
-			if (((volatile uint64_t *)(area + page * PAGE))[i] != (held[page] == DISCARDED ? 0 : word(held[page], i)))
+			if (((volatile uint64_t *)(area + page * PAGE))[i] != (held[page] == DISCARDED ? 0 : word(held[page], 0, i)))
 				fail(what, page);
 	for (unsigned long at = 0; at < MARKED; at++)
 		if (((volatile unsigned char *)marked)[at] != 7)
@@ -92,8 +78,8 @@ static void filter(void)
 static void writes(unsigned long count)
 {
 	while (count--) {
-		unsigned long page = below(PAGES);
-		held[page] = PAGES + below(1ul << 30);
+		unsigned long page = below(&seed, PAGES);
+		held[page] = PAGES + below(&seed, 1ul << 30);
 		fill(page);
 	}
 }
@@ -101,7 +87,7 @@ static void writes(unsigned long count)
 static void discard(unsigned long count)
 {
 	while (count--) {
-		unsigned long page = below(PAGES);
+		unsigned long page = below(&seed, PAGES);
 		held[page] = DISCARDED;
 		if (madvise(area + page * PAGE, PAGE, MADV_DONTNEED))
 			fail("madvise", page);
@@ -145,7 +131,7 @@ static void track(unsigned long count)
 
 int main(int argc, char **argv)
 {
-	seed = 88172645463325252ull + (argc > 1 ? strtoul(argv[1], NULL, 10) : 0) * 0x9e3779b97f4a7c15ull;
+	seed = state_of(argc > 1 ? strtoul(argv[1], NULL, 10) : 0);
 	/* Between pages without rights, so that the kernel joins nothing with them. */
 	unsigned char *room = mmap(NULL, (PAGES + 3) * PAGE + MARKED, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	area = room + PAGE;
@@ -160,7 +146,7 @@ int main(int argc, char **argv)
 	for (unsigned long page = 0; page < PAGES; page++)
 		held[page] = page;
 	for (unsigned long page = PAGES; page-- > 1;) {
-		unsigned long other = below(page + 1);
+		unsigned long other = below(&seed, page + 1);
 		uint32_t content = held[page];
 		held[page] = held[other];
 		held[other] = content;

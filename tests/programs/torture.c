@@ -8,6 +8,7 @@
  *   check 1     every byte of the area
  * The answer is a line: "right", and how often the word's call was made. */
 #define _GNU_SOURCE
+#include "known_bytes.h"
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -46,21 +47,6 @@ static long bare(long number, long a, long b, long c, long d, long e, long f)
 			 : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
 			 : "rcx", "r11", "memory");
 	return result;
-}
-
-static uint64_t below(uint64_t *state, uint64_t limit)
-{
-	*state ^= *state << 13;
-	*state ^= *state >> 7;
-	*state ^= *state << 17;
-	return *state % limit;
-}
-
-static uint64_t word(uint64_t page, uint64_t version, uint64_t at)
-{
-	uint64_t x = (page + 1) * 0x9e3779b97f4a7c15ull + version * 0xff51afd7ed558ccdull + at;
-	x ^= x >> 29;
-	return x * 0xbf58476d1ce4e5b9ull;
 }
 
 static void fill(volatile uint64_t *at, uint64_t page, uint64_t version)
@@ -234,7 +220,7 @@ int main(int argc, char **argv)
 {
 	char line[64], what[32];
 	unsigned long count;
-	uint64_t state = 88172645463325252ull + getpid();
+	uint64_t state = FIRST_STATE + getpid();
 	pages = argc > 1 ? strtoul(argv[1], NULL, 10) : 0;
 	if (pages < 16)
 		return 2;
