@@ -117,8 +117,9 @@ pub fn sample(dir: &Path) {
     }
 }
 
-/// For each test that makes a mount namespace, runs a command in an image, or checks what is collected: one at a time. A new namespace
-/// copies all mounts, and metadata directories stay while some process sees only a part of its namespace.
+/// For each test that makes a mount namespace, runs a command in an image, or checks what is collected or no longer in use: one at a
+/// time. A new namespace copies all mounts, so what another test has unmounted here is still mounted there; and metadata
+/// directories stay while some process sees only a part of its namespace.
 pub fn alone() -> MutexGuard<'static, ()> {
     static NAMESPACES: Mutex<()> = Mutex::new(());
     NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,6 +1,6 @@
 //! Upper directories as trees: what overlayfs shows over a tree is what the tree of the changes shows.
 
-use crate::fixture::{Fixture, by, umount};
+use crate::fixture::{Fixture, alone, by, umount};
 use pagefold_image::build::{Omissions, upper};
 use pagefold_image::mount::MountKind;
 use pagefold_image::mount::layers::{self, Naming, upper_in_use};
@@ -116,6 +116,7 @@ fn change(at: &Path) {
 /// Before Linux 6.16 overlayfs needs `metacopy` for data-only layers, and then keeps files without bytes and redirects.
 #[test]
 fn changes_with_metacopy_and_redirects_are_what_the_mount_showed() {
+    let _alone = alone();
     for naming in [Naming::Places, Naming::Digests] {
         let Some(container) = Container::new() else { return };
         let at = &container.fixture.at;
