@@ -5,7 +5,7 @@
 mod common;
 
 use common::cold::Host;
-use common::{Daemon, Random, Reaped, Server, c_program_with, skipped, wait_for};
+use common::{Daemon, Random, Reaped, Server, ask_until_done, c_program_with, skipped, wait_for};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -34,25 +34,12 @@ fn start_executable(program: &Path, threads: u32) -> Server {
 }
 
 fn attach(daemon: &Daemon, server: &Server) {
-    // On a busy machine no thread may be borrowed in time: the program goes on, and may be asked for again.
-    let mut said = String::new();
-    let done = common::comes(120, || {
-        let output = daemon.tool(&["attach", &server.pid().to_string()]);
-        said = String::from_utf8_lossy(&output.stderr).into_owned();
-        output.status.success() || !said.contains("could be borrowed")
-    });
-    assert!(done && said.is_empty(), "{said}");
+    let said = ask_until_done(|words| daemon.tool(words), &["attach", &server.pid().to_string()]);
+    assert!(said.is_empty(), "{said}");
 }
 
 fn detach(daemon: &Daemon, server: &Server) {
-    // A page that is pinned at this moment stays shared, and the agent with it.
-    let mut said = String::new();
-    let done = common::comes(60, || {
-        let output = daemon.tool(&["detach", &server.pid().to_string()]);
-        said = String::from_utf8_lossy(&output.stderr).into_owned();
-        output.status.success()
-    });
-    assert!(done, "{said}");
+    ask_until_done(|words| daemon.tool(words), &["detach", &server.pid().to_string()]);
 }
 
 fn shared_pages(daemon: &Daemon, pid: i32) -> u64 {
@@ -196,8 +183,7 @@ fn forked_children_outlive_daemons() {
     let mut host = Host::start(&[]);
     let mut servers: Vec<Server> = [0, 0].map(|threads| start(program, threads)).into();
     for server in &servers {
-        let output = host.tool(&["attach", &server.pid().to_string()]);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        attach_to(&host, server, &[]);
     }
     let pids: Vec<i32> = servers.iter().map(Server::pid).collect();
     let is_merged = |host: &Host| {
@@ -243,14 +229,8 @@ fn forked_children_outlive_daemons() {
 
 fn attach_to(host: &Host, server: &Server, options: &[&str]) {
     let pid = server.pid().to_string();
-    let arguments = [&["attach"], options, &[pid.as_str()]].concat();
-    let mut said = String::new();
-    let done = common::comes(120, || {
-        let output = host.tool(&arguments);
-        said = String::from_utf8_lossy(&output.stderr).into_owned();
-        output.status.success() || !said.contains("could be borrowed")
-    });
-    assert!(done && said.is_empty(), "{said}");
+    let said = ask_until_done(|words| host.tool(words), &[&["attach"], options, &[pid.as_str()]].concat());
+    assert!(said.is_empty(), "{said}");
 }
 
 /// Evicts all memory of a program, or nearly: at that moment a page may be pinned, or a thread not stop in time.

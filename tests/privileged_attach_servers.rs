@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Daemon, Reaped, can_merge, comes, installed, is_root, skipped, wait_for};
+use common::{Daemon, Reaped, ask_until_done, can_merge, installed, is_root, skipped, wait_for};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -28,13 +28,7 @@ fn sharing(daemon: &Daemon, pid: i32) -> u64 {
 /// Does `verb` with each server, as soon as that is possible: no thread may be borrowed in time, say.
 fn do_with(daemon: &Daemon, verb: &str, servers: &[Reaped]) {
     for server in servers {
-        let mut said = String::new();
-        let done = comes(120, || {
-            let output = daemon.tool(&[verb, &server.pid().to_string()]);
-            said = String::from_utf8_lossy(&output.stderr).into_owned();
-            output.status.success()
-        });
-        assert!(done, "{verb}: {said}");
+        ask_until_done(|words| daemon.tool(words), &[verb, &server.pid().to_string()]);
     }
 }
 

@@ -290,8 +290,7 @@ fn idle_programs_that_are_merged_live_are_parked_and_merged_again_when_they_work
     let plain = std::process::Command::new("env");
     let mut clients = [Served::start_live(&host, 32), Served::start_by(plain, 16)];
     let pids = [clients[0].pid(), clients[1].pid()];
-    let attached = host.tool(&["attach", &pids[1].to_string()]);
-    assert!(attached.status.success(), "attach: {}", String::from_utf8_lossy(&attached.stderr));
+    common::ask_until_done(|words| host.tool(words), &["attach", &pids[1].to_string()]);
     let sharing = |pid: i32| {
         let status = host.status();
         let client = status["clients"].as_array().expect("a list").iter().find(|client| client["pid"] == pid).cloned();

@@ -207,17 +207,15 @@ fn detached_programs_leave_ksm() {
     ksm.run(true);
     let daemon = Daemon::start(&FEW_MAPPINGS);
     let mut servers = instances(&program, || Command::new("env"));
-    let tool = |verb: &str, server: &Server| {
-        common::comes(60, || daemon.tool(&[verb, &server.pid().to_string()]).status.success())
+    let ask = |verb: &str, server: &Server| {
+        common::ask_until_done(|words| daemon.tool(words), &[verb, &server.pid().to_string()]);
     };
-    for server in &servers {
-        assert!(tool("attach", server), "it is not attached");
-    }
+    servers.iter().for_each(|server| ask("attach", server));
     wait_for_state(&daemon, &servers, "handed to KSM");
     wait_for("what is left to be merged", 120, || memory(&servers) < AREA + AREA / 2);
     work(&mut servers);
     for (server, own) in servers.iter_mut().zip([0, 0, MARKED]) {
-        assert!(tool("detach", server), "it is not detached");
+        ask("detach", server);
         server.check("check 1");
         assert_eq!(marked(server), own);
     }
@@ -422,18 +420,19 @@ fn what_attached_clones_of_a_file_wrote_is_merged_by_ksm() {
     let template = Template::make(&program);
     ksm.run(true);
     let daemon = Daemon::start(&["--no-keeper", "--scan-interval", "100ms"]);
-    let tool = |arguments: &[&str], server: &Server| {
-        let pid = server.pid().to_string();
-        common::comes(60, || daemon.tool(&[arguments, &[&pid]].concat()).status.success())
+    let ask = |words: &[&str], server: &Server| {
+        common::ask_until_done(|words| daemon.tool(words), &[words, &[&server.pid().to_string()]].concat())
     };
     for way in ["agent", "ksm"] {
         let mut servers = template.clones(&program, || Command::new("env"));
         let private = memory(&servers);
-        assert!(servers.iter().all(|server| tool(&["attach", "--backend", way], server)), "they are not attached");
+        for server in &servers {
+            ask(&["attach", "--backend", way], server);
+        }
         wait_for_common(&format!("clones of a file, attached by {way}"), &servers, private);
         work_of_clones(&mut servers);
         for server in &mut servers {
-            assert!(tool(&["detach"], server), "it is not detached");
+            ask(&["detach"], server);
             assert_eq!(marked(server), 0);
             server.check("check 1");
         }

@@ -222,13 +222,7 @@ fn guests_that_run_already_are_attached() {
     wait_for("the guests to boot", 400, || guests.iter_mut().all(|guest| guest.rounds() > 0));
     let pids: Vec<String> = guests.iter().map(|guest| guest.qemu.pid().to_string()).collect();
     let do_with = |verb: &str, pid: &String| {
-        let mut said = String::new();
-        let done = common::comes(120, || {
-            let output = daemon.tool(&[verb, pid]);
-            said = String::from_utf8_lossy(&output.stderr).into_owned();
-            output.status.success()
-        });
-        assert!(done, "{verb}: {said}");
+        common::ask_until_done(|words| daemon.tool(words), &[verb, pid]);
     };
     let mut work_on = || {
         let before: Vec<usize> = guests.iter_mut().map(Guest::rounds).collect();

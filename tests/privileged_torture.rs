@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{Daemon, Random, Server, comes, wait_for};
+use common::{Daemon, Random, Server, ask_until_done, wait_for};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -33,13 +33,7 @@ fn start_daemon() -> Daemon {
 
 /// Does `what` until it succeeds: on a busy machine no thread may be borrowed in time, or a page is pinned at that moment.
 fn do_with(daemon: &Daemon, what: &str, server: &Server) {
-    let mut said = String::new();
-    let done = comes(120, || {
-        let output = daemon.tool(&[what, &server.pid().to_string()]);
-        said = String::from_utf8_lossy(&output.stderr).into_owned();
-        output.status.success()
-    });
-    assert!(done, "{what}: {said}");
+    ask_until_done(|words| daemon.tool(words), &[what, &server.pid().to_string()]);
 }
 
 fn sharing(daemon: &Daemon, pid: i32) -> u64 {

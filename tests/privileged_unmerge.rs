@@ -102,8 +102,7 @@ fn an_attached_program_stands_still_for_small_batches() {
     let start = |program: &Path| {
         let toucher = Toucher::start(Command::new(program));
         let pid = toucher.child.pid().to_string();
-        // On a busy machine no thread may be borrowed in time.
-        wait_for("the program to be attached", 120, || daemon.tool(&["attach", &pid]).status.success());
+        common::ask_until_done(|words| daemon.tool(words), &["attach", &pid]);
         toucher
     };
     let (before, after) = unmerge_one(&daemon, [start(&program), start(&program)]);

@@ -415,6 +415,20 @@ pub fn comes(seconds: u64, mut ready: impl FnMut() -> bool) -> bool {
     true
 }
 
+/// Gives the tool a command for a running program until it succeeds: on a busy machine none of the program's threads may stand still
+/// in time, and a page that is pinned at this moment stays where it is. The tool says so, and may be asked again. Returns what it said
+/// of its success as an error or a warning.
+pub fn ask_until_done(tool: impl Fn(&[&str]) -> Output, words: &[&str]) -> String {
+    let mut said = String::new();
+    let done = comes(120, || {
+        let output = tool(words);
+        said = String::from_utf8_lossy(&output.stderr).into_owned();
+        output.status.success()
+    });
+    assert!(done, "{words:?}: {said}");
+    said
+}
+
 /// Runs `command` to its end; kills it and fails after `seconds`, and two minutes at least.
 pub fn finish(command: &mut Command, seconds: u64) -> (ExitStatus, String, String) {
     let seconds = seconds.max(PATIENCE);

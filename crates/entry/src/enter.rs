@@ -28,6 +28,8 @@ const STACK_LEN: u64 = 256 << 10;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How long one thread may take to stand still before another is tried.
 const STOP_PATIENCE: Duration = Duration::from_millis(20);
+/// How long threads may take that have not stood still by then: on a busy machine each waits for a processor.
+const LATE_PATIENCE: Duration = Duration::from_secs(2);
 /// How often the threads of the program are tried.
 const TRIES: usize = 20;
 
@@ -281,14 +283,17 @@ fn borrow_thread(plan: &Plan<'_>) -> Result<Borrowed, EntryError> {
     let pid = plan.pid;
     let tracer = Tracer::default();
     let mut why = String::from("it has none");
-    // Threads that were asked to stand still and have not: they are traced until this thread ends.
+    // Threads that were asked to stand still and have not yet: they are traced until they do, or until this thread ends.
     let mut late = Vec::new();
-    for _ in 0..TRIES {
+    let (began, mut tries) = (Instant::now(), 0);
+    while tries < TRIES || (!late.is_empty() && began.elapsed() < LATE_PATIENCE) {
+        tries += 1;
         for thread in threads_by_calm(pid) {
-            if late.contains(&thread) {
-                continue;
-            }
-            match try_thread(&tracer, thread, plan) {
+            let was_late = late.contains(&thread);
+            late.retain(|one| *one != thread);
+            let patience = if was_late { Duration::ZERO } else { STOP_PATIENCE };
+            let asked = if was_late { Ok(()) } else { ask_to_stand_still(&tracer, thread, pid) };
+            match asked.and_then(|()| try_thread(&tracer, thread, patience, plan)) {
                 Ok(borrowed) => return Ok(borrowed),
                 Err(Unfit::Passing(reason)) => why = reason.into(),
                 Err(Unfit::Late) => {
@@ -351,18 +356,20 @@ fn is_traced_by_us(pid: i32, thread: i32) -> bool {
     tracer != 0 && fs::exists(format!("/proc/self/task/{tracer}")).unwrap_or(false)
 }
 
-fn try_thread(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result<Borrowed, Unfit> {
+fn ask_to_stand_still(tracer: &Tracer, thread: i32, pid: i32) -> Result<(), Unfit> {
+    tracer.seize(thread).and_then(|()| tracer.interrupt(thread)).map_err(|error| match error.raw_os_error() {
+        // A thread of ours that ends has not let go of it yet.
+        Some(libc::EPERM) if is_traced_by_us(pid, thread) => Unfit::Passing("it is stopped at this moment"),
+        Some(libc::EPERM) => Unfit::Lasting(EntryError::Refused(
+            "this user may not trace it, or another process does (see ptrace(2), pagefold doctor)".into(),
+        )),
+        _ => Unfit::Passing("a thread ended"),
+    })
+}
+
+/// Borrows `thread`, which was asked to stand still, if it does within `patience`.
+fn try_thread(tracer: &Tracer, thread: i32, patience: Duration, plan: &Plan<'_>) -> Result<Borrowed, Unfit> {
     let began = Instant::now();
-    if let Err(error) = tracer.seize(thread).and_then(|()| tracer.interrupt(thread)) {
-        return Err(match error.raw_os_error() {
-            // A thread of ours that ends has not let go of it yet.
-            Some(libc::EPERM) if is_traced_by_us(plan.pid, thread) => Unfit::Passing("it is stopped at this moment"),
-            Some(libc::EPERM) => Unfit::Lasting(EntryError::Refused(
-                "this user may not trace it, or another process does (see ptrace(2), pagefold doctor)".into(),
-            )),
-            _ => Unfit::Passing("a thread ended"),
-        });
-    }
     loop {
         match tracer.poll(thread) {
             Ok(Some((_, Report::Stopped { signal: 0, group: false }))) => break,
@@ -372,7 +379,7 @@ fn try_thread(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result<Borrowed,
             }
             Ok(Some((_, Report::Ended))) | Err(_) => return Err(Unfit::Passing("a thread ended")),
             // Still traced; that ends with this thread.
-            Ok(None) if began.elapsed() > STOP_PATIENCE => return Err(Unfit::Late),
+            Ok(None) if began.elapsed() >= patience => return Err(Unfit::Late),
             Ok(None) => thread::yield_now(),
         }
     }
