@@ -162,6 +162,7 @@ fn scans_images_and_doctor() {
         check("pagefold image ls NAME", &serde_json::from_str(line).expect("JSON"));
     }
     check("pagefold image stat", &tool.json(&["image", "stat", "--json"]));
+    check("pagefold image stat --any", &tool.json(&["image", "stat", "--json", "--any", "tree"]));
     check("pagefold image verify", &tool.json(&["image", "verify", "--json"]));
     check("pagefold image gc", &tool.json(&["image", "gc", "--json"]));
     let at = tool.dir.path().join("mounted");

@@ -54,6 +54,7 @@ fn scans_match_their_schemas() {
     assert_valid("scan", &json_of(dir, &["scan", "--json", &own], false));
     assert_valid("scan-tree", &json_of(dir, &["scan", "--json", "--tree", "tree-a", "tree-b"], false));
     assert_valid("scan-tree", &json_of(dir, &["image", "scan", "--json", "tree-a"], false));
+    assert_valid("image-stat-any", &json_of(dir, &["image", "stat", "--json", "--any", "tree-a", "tree-b"], false));
     let images = json_of(dir, &["disk", "scan", "--json", "a.raw", "b.raw", "absent.raw"], true);
     assert_valid("disk-scan", &images);
     assert_eq!(images["unreadable"].as_array().map(Vec::len), Some(1), "{images:#}");

@@ -59,6 +59,7 @@ pub mod oci {
 
 /// What images cost, and the proof that they are whole.
 pub mod stat {
+    pub use crate::maintain::any::*;
     pub use crate::maintain::stat::*;
     pub use crate::maintain::verify::*;
 }

@@ -342,13 +342,9 @@ impl MappedFile {
     /// # Errors
     /// The kernel's.
     pub fn resident(&self) -> io::Result<Vec<bool>> {
-        let mut flags = vec![0u8; self.size.div_ceil(PAGE as usize)];
-        // SAFETY: the range is the mapping that `self` owns; the vector has one byte per page of it.
-        let result = unsafe { libc::mincore(self.start, self.size, flags.as_mut_ptr()) };
-        if result != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(flags.into_iter().map(|flag| flag & 1 == 1).collect())
+        let mut flags = vec![false; self.size.div_ceil(PAGE as usize)];
+        self.each_resident(|page| flags[page as usize] = true)?;
+        Ok(flags)
     }
 
     /// How many pages are in the page cache.
@@ -356,17 +352,48 @@ impl MappedFile {
     /// # Errors
     /// The kernel's.
     pub fn resident_pages(&self) -> io::Result<u64> {
+        let mut count = 0;
+        self.each_resident(|_| count += 1)?;
+        Ok(count)
+    }
+
+    /// Passes the number of each page that is in the page cache to `found`, in order.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn each_resident(&self, mut found: impl FnMut(u64)) -> io::Result<()> {
         // In parts, since the kernel writes a byte for each page: for a file with large holes these would be many.
-        let (mut flags, mut count) = (vec![0u8; 1 << 18], 0);
+        let mut flags = vec![0u8; self.size.div_ceil(PAGE as usize).min(1 << 18)];
         for from in (0..self.size).step_by(flags.len() * PAGE as usize) {
             let part = (self.size - from).min(flags.len() * PAGE as usize);
             // SAFETY: the range is in the mapping that `self` owns, and the vector has a byte for each page of it.
             if unsafe { libc::mincore(self.start.byte_add(from), part, flags.as_mut_ptr()) } != 0 {
                 return Err(io::Error::last_os_error());
             }
-            count += flags[..part.div_ceil(PAGE as usize)].iter().filter(|&&flag| flag & 1 == 1).count() as u64;
+            let pages = flags[..part.div_ceil(PAGE as usize)].iter().zip(from as u64 / PAGE..);
+            pages.filter(|(flag, _)| **flag & 1 == 1).for_each(|(_, page)| found(page));
         }
-        Ok(count)
+        Ok(())
+    }
+
+    /// The physical frame under one page; 0 as in [`Self::frames`]. The page is mapped, its neighbours are not read, and
+    /// none counts as used.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn frame(&self, page: u64) -> io::Result<u64> {
+        let at = usize::try_from(page * PAGE).ok().filter(|at| *at < self.size).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: the range is the mapping that `self` owns; both calls change no byte, and `at` is in it.
+        let failed = unsafe {
+            libc::madvise(self.start, self.size, libc::MADV_RANDOM) != 0
+                || libc::madvise(self.start.byte_add(at), PAGE as usize, libc::MADV_POPULATE_READ) != 0
+        };
+        if failed {
+            return Err(io::Error::last_os_error());
+        }
+        let (mut raw, place) = ([0u8; ENTRY_BYTES], self.start as u64 / PAGE + page);
+        File::open("/proc/self/pagemap")?.read_exact_at(&mut raw, place * ENTRY_BYTES as u64)?;
+        Ok(PageEntry::all(&raw).map(PageEntry::frame).next().unwrap_or(0))
     }
 
     /// The physical frame under each page, 0 where none is mapped or this user may not know it (needs CAP_SYS_ADMIN).

@@ -79,10 +79,18 @@ pub enum Action {
     #[command(after_help = "Examples:
   pagefold image stat
   pagefold image stat app:1 app:2
-  pagefold image stat --json | jq .memory_saved_bytes")]
+  pagefold image stat --json | jq .memory_saved_bytes
+  sudo pagefold image stat --any /proc/PID-1/root /proc/PID-2/root
+
+--any needs no store. It counts memory that several names show once, and what equal files hold twice. It reads files of
+equal size that are in memory, and evicts what this reading loads. Only root learns which files on overlayfs show the
+same memory.")]
     Stat {
         /// Images to show (all by default)
         names: Vec<String>,
+        /// Look at the files of these directories instead, whatever is mounted there
+        #[arg(long, value_name = "DIR", num_args = 1.., conflicts_with = "names")]
+        any: Vec<PathBuf>,
         /// One JSON document
         #[arg(long)]
         json: bool,

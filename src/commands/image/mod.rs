@@ -1,5 +1,6 @@
 //! `pagefold image`: trees stored by content and mounted so that equal files share page cache.
 
+mod any;
 mod args;
 mod build;
 mod exec;
@@ -86,7 +87,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             let (record, _lease) = store.hold(&name)?;
             show::list_files(&store.tree(&record.digest)?, json)?;
         }
-        Action::Stat { names, json } => {
+        Action::Stat { any, json, .. } if !any.is_empty() => return any::stat_directories(&any, json),
+        Action::Stat { names, json, .. } => {
             return show::stat_images(location.of_images(&names)?.as_ref(), &location.domain, &names, json);
         }
         Action::Verify { names, check_frames, json } => {

@@ -4,18 +4,14 @@
 //! hashed from their pages' hashes. Sizes are rounded to pages, as the page cache holds them. Whole files are what
 //! `pagefold image` shares on any kernel; the smaller pieces show what ordinary reads cannot share, and `pagefold disk` can.
 
+use super::plain_files::{BUFFER, CHUNK_PAGES, Key, Part, Whole, key, open, read_pages, walk};
+use super::resident::{self, is_on_overlayfs};
 use crate::error::{At, Result};
 use crate::progress::Progress;
-use crate::sys::{self, PAGE};
+use crate::sys::PAGE;
 use crate::tree::INLINE_MAX;
-use pagefold_os::fill::fill;
-use rustix::fs::{AtFlags, CWD, SeekFrom};
-use rustix::io::Errno;
-use sha2::Digest as _;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File, Metadata};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -67,12 +63,6 @@ pub struct Tree {
     pub files: u64,
     /// Their bytes, rounded to pages.
     pub bytes: u64,
-}
-
-type Key = [u8; 16];
-
-fn key(bytes: &[u8]) -> Key {
-    sha2::Sha256::digest(bytes)[..16].try_into().expect("16 bytes")
 }
 
 /// Most keys of one set, 56 GiB of different pages: with one more its table would be twice as large.
@@ -127,9 +117,6 @@ struct Sets {
     files: HashMap<Key, u64>,
     scan: Scan,
 }
-
-/// Pages of the largest piece.
-const CHUNK_PAGES: u64 = 16;
 
 impl Sets {
     /// Each level's pages to a piece, its keys and its sum.
@@ -198,110 +185,25 @@ impl Sets {
     }
 }
 
-/// The key of a whole file, made from its pages: each after the number of zero pages before it, so that a hole costs
-/// nothing and equals the zeros of another file.
-#[derive(Default)]
-struct Whole {
-    hasher: sha2::Sha256,
-    zeros: u64,
-    pages: u64,
-}
-
-impl Whole {
-    fn add(&mut self, page: Key) {
-        self.hasher.update(std::mem::take(&mut self.zeros).to_le_bytes());
-        self.hasher.update(page);
-        self.pages += 1;
-    }
-
-    fn add_zeros(&mut self, pages: u64) {
-        self.zeros += pages;
-        self.pages += pages;
-    }
-
-    fn finish(mut self, size: u64) -> Key {
-        self.hasher.update(self.zeros.to_le_bytes());
-        self.hasher.update(size.to_le_bytes());
-        self.hasher.finalize()[..16].try_into().expect("16 bytes")
-    }
-}
-
-/// File system type of overlayfs, as statfs(2) tells it.
-const OVERLAYFS_MAGIC: rustix::fs::FsWord = 0x794c_7630;
-
-/// Bytes of a file in the page cache, if the kernel says so.
-fn resident(file: &File, meta: &Metadata) -> Option<u64> {
-    // The cache of a file on overlayfs belongs to another file: this one's is empty.
-    if rustix::fs::fstatfs(file).ok()?.f_type == OVERLAYFS_MAGIC {
-        return None;
-    }
-    let pages = match sys::cached_pages(file) {
-        // For another user's file mincore answers that everything is resident.
-        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
-            let user = rustix::process::geteuid();
-            if !user.is_root() && user.as_raw() != meta.uid() {
-                return None;
-            }
-            sys::MappedFile::new(file, meta.len()).and_then(|map| map.resident_pages()).ok()?
-        }
-        other => other.ok()?,
-    };
-    Some(pages * PAGE)
-}
-
-/// Where the next data of a file of `size` bytes is, from `at` on: `size` if there is none.
-fn next_data(file: &File, at: u64, size: u64) -> u64 {
-    match rustix::fs::seek(file, SeekFrom::Data(at)) {
-        Ok(data) => data,
-        Err(Errno::NXIO) => size,
-        // File systems that do not report holes.
-        Err(_) => at,
-    }
-}
-
 fn read_file(path: &Path, buffer: &mut [u8], sets: &Mutex<Sets>, progress: &Progress) -> Result<()> {
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = File::options().read(true).custom_flags(flags).open(path).at(path)?;
+    let file = open(path).at(path)?;
     let meta = file.metadata().at(path)?;
-    let size = meta.len();
-    // Asked before the reading makes everything resident.
-    let resident = resident(&file, &meta);
-    let (mut whole, mut at, mut pages) = (Whole::default(), 0, Vec::new());
-    loop {
-        // A file of size 0 may have something to read, as in /proc.
-        if at < size {
-            let data = next_data(&file, at, size);
-            let start = if data < size { data - data % (CHUNK_PAGES * PAGE) } else { size };
-            if start > at {
-                let zeros = (start - at).div_ceil(PAGE);
-                whole.add_zeros(zeros);
-                sets.lock().expect("no panic while held").add_zeros(zeros);
-                progress.add(start - at, false);
-                at = start;
-            }
+    // Asked before the reading makes everything resident. Several files on overlayfs may show one memory.
+    let resident = if is_on_overlayfs(&file).at(path)? { None } else { resident::bytes(&file, &meta) };
+    let mut whole = Whole::default();
+    let size = read_pages(&file, meta.len(), buffer, |part, bytes| {
+        whole.add(&part);
+        let mut sets = sets.lock().expect("no panic while held");
+        match part {
+            Part::Hole(pages) => sets.add_zeros(pages),
+            Part::Pages(pages) => sets.add_pages(pages),
         }
-        let filled = fill(buffer, |rest, filled| file.read_at(rest, at + filled as u64)).at(path)?;
-        // The end of the last page is zeros in the cache.
-        let end = filled.next_multiple_of(PAGE as usize);
-        buffer[filled..end].fill(0);
-        pages.clear();
-        for page in buffer[..end].chunks_exact(PAGE as usize) {
-            let page = (!page.iter().all(|&byte| byte == 0)).then(|| key(page));
-            match page {
-                Some(key) => whole.add(key),
-                None => whole.add_zeros(1),
-            }
-            pages.push(page);
-        }
-        sets.lock().expect("no panic while held").add_pages(&pages);
-        at += filled as u64;
-        progress.add(filled as u64, false);
-        if filled < buffer.len() {
-            break;
-        }
-    }
+        drop(sets);
+        progress.add(bytes, false);
+    })
+    .at(path)?;
     progress.add(0, true);
-    sets.lock().expect("no panic while held").add_file(whole, at, resident);
+    sets.lock().expect("no panic while held").add_file(whole, size, resident);
     Ok(())
 }
 
@@ -319,38 +221,18 @@ fn key_of(pages: &[Option<Key>]) -> Key {
 /// A directory of `dirs` that cannot be read. Single files that cannot be are counted in `unreadable`, and their pieces as
 /// far as they were read.
 pub fn trees(dirs: &[PathBuf], progress: &Progress) -> Result<Scan> {
-    let (mut list, mut seen, mut scan) = (Vec::new(), HashSet::new(), Scan::default());
-    let mut total = 0;
-    for dir in dirs {
-        let top = fs::metadata(dir).at(dir)?;
-        let mut tree = Tree { path: dir.clone(), ..Tree::default() };
-        fs::read_dir(dir).at(dir)?;
-        let mut todo = vec![dir.clone()];
-        while let Some(path) = todo.pop() {
-            let Ok(entries) = fs::read_dir(&path) else {
-                scan.unreadable += 1;
-                continue;
-            };
-            for entry in entries.flatten() {
-                let path = entry.path();
-                let Ok(stat) = rustix::fs::statat(CWD, &path, AtFlags::SYMLINK_NOFOLLOW) else {
-                    scan.unreadable += 1;
-                    continue;
-                };
-                match stat.st_mode & libc::S_IFMT {
-                    libc::S_IFDIR if stat.st_dev == top.dev() => todo.push(path),
-                    libc::S_IFREG if seen.insert((stat.st_dev, stat.st_ino)) => {
-                        tree.files += 1;
-                        tree.bytes = tree.bytes.saturating_add((stat.st_size as u64).next_multiple_of(PAGE));
-                        total = (stat.st_size as u64).saturating_add(total);
-                        list.push(path);
-                    }
-                    _ => {}
-                }
-            }
+    let (mut list, mut seen, mut total) = (Vec::new(), HashSet::new(), 0u64);
+    let tree = |path: &PathBuf| Tree { path: path.clone(), ..Tree::default() };
+    let mut scan = Scan { trees: dirs.iter().map(tree).collect(), ..Scan::default() };
+    scan.unreadable = walk(dirs, |file| {
+        if seen.insert(file.inode) {
+            let tree = &mut scan.trees[file.dir];
+            tree.files += 1;
+            tree.bytes = tree.bytes.saturating_add(file.size.next_multiple_of(PAGE));
+            total = total.saturating_add(file.size);
+            list.push(file.path);
         }
-        scan.trees.push(tree);
-    }
+    })?;
     progress.expect(total);
     let sets = Mutex::new(Sets { scan, ..Sets::default() });
     let next = AtomicUsize::new(0);
@@ -358,7 +240,7 @@ pub fn trees(dirs: &[PathBuf], progress: &Progress) -> Result<Scan> {
     std::thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| {
-                let mut buffer = vec![0; 1 << 20];
+                let mut buffer = vec![0; BUFFER];
                 while let Some(path) = list.get(next.fetch_add(1, Ordering::Relaxed)) {
                     if read_file(path, &mut buffer, &sets, progress).is_err() {
                         sets.lock().expect("no panic while held").scan.unreadable += 1;
@@ -378,6 +260,8 @@ pub fn trees(dirs: &[PathBuf], progress: &Progress) -> Result<Scan> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::{self, File};
+    use std::os::unix::fs::FileExt;
 
     #[test]
     fn levels_count_what_is_there_twice() {

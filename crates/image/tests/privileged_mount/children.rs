@@ -6,11 +6,11 @@ use pagefold_image::build::Omissions;
 use pagefold_image::mount::Options;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
-use pagefold_image::{exec, gc, mount, scan};
+use pagefold_image::{exec, gc, mount, scan, stat};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// In a child process: mounts twice over one directory of changes, and prints the results.
@@ -66,6 +66,15 @@ pub fn child_that_scans() {
     let Ok(dir) = std::env::var("PAGEFOLD_TEST_SCAN") else { return };
     let found = scan::trees(&[dir.into()], &Progress::silent()).unwrap();
     println!("SCANNED {} of {} resident, {} unknown", found.resident_bytes, found.total_bytes, found.resident_unknown);
+}
+
+/// In a child process: tells what directories hold in memory as the user of the process sees it.
+#[test]
+pub fn child_that_counts() {
+    let Ok(dirs) = std::env::var("PAGEFOLD_TEST_COUNT") else { return };
+    let dirs: Vec<PathBuf> = dirs.split('\n').map(PathBuf::from).collect();
+    let held = stat::held(&dirs, &Progress::silent()).unwrap();
+    println!("COUNTED {} resident, {} unknown", held.resident_bytes, held.memory_unknown);
 }
 
 /// In a child process: mounts as a plain user in a user namespace and prints what the mount shows; with

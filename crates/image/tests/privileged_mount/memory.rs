@@ -170,3 +170,71 @@ fn a_scan_counts_unknown_residency_as_unknown() {
     let found = scan::trees(&[at], &Progress::silent()).unwrap();
     assert_eq!((found.files, found.resident_bytes, found.resident_unknown), (2, 0, 2));
 }
+
+#[test]
+fn memory_that_several_mounts_show_is_counted_once() {
+    let Some(Fixture { scratch, tree, at, store }) = Fixture::new() else { return };
+    fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let size = 2_000_000;
+    let pages = 2_000_000u64.next_multiple_of(4096);
+    let (content, changed) = (noise(5, size), noise(6, size));
+    // A layer below two mounts of overlayfs, in one of which the file was written.
+    let [layer, one, two, plain] = ["layer", "one", "two", "plain"].map(|name| scratch.dir(name));
+    for (path, bytes) in
+        [(layer.join("file"), &content), (layer.join("other"), &changed), (plain.join("copy"), &content)]
+    {
+        fs::write(&path, bytes).unwrap();
+        std::os::unix::fs::chown(&path, Some(65534), Some(65534)).unwrap();
+    }
+    for at in [&one, &two] {
+        let name = at.file_name().unwrap().to_str().unwrap();
+        let [upper, work] = ["upper", "work"].map(|kind| scratch.dir(&format!("{name}-{kind}")));
+        let options = format!("lowerdir={},upperdir={},workdir={}", layer.display(), upper.display(), work.display());
+        let mounted =
+            Command::new("mount").args(["-t", "overlay", "overlay", "-o", &options]).arg(at).status().unwrap();
+        assert!(mounted.success());
+    }
+    fs::write(two.join("other"), &content).unwrap();
+    rustix::fs::syncfs(fs::File::open(&two).unwrap()).unwrap();
+    // An image of the same content, mounted too.
+    fs::write(tree.join("in image"), &content).unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    let object = store.object_path(&Digest::of(&content));
+    for path in
+        [layer.join("file"), layer.join("other"), plain.join("copy"), scratch.path().join("two-upper/other"), object]
+    {
+        drop_cache(&path);
+    }
+    let dirs = vec![one.clone(), two.clone(), layer.clone(), plain.clone(), at.clone()];
+    let held = || {
+        let held = stat::held(&dirs, &Progress::silent()).unwrap();
+        assert_eq!((held.unreadable, held.resident_unknown, held.memory_unknown), (0, 0, 0));
+        let trees: Vec<_> = held.trees.iter().map(|t| (t.resident_bytes, t.shared_bytes, t.duplicate_bytes)).collect();
+        (held.resident_bytes, held.duplicate_bytes, trees)
+    };
+    assert_eq!(held(), (0, 0, vec![(0, 0, 0); 5]));
+    fs::read(one.join("file")).unwrap();
+    let (all, none) = ((pages, pages, 0), (0, 0, 0));
+    assert_eq!(held(), (pages, 0, vec![all, all, all, none, none]), "one memory, three names");
+    // The copy, the written file and the image's object hold the same again.
+    fs::read(plain.join("copy")).unwrap();
+    fs::read(two.join("other")).unwrap();
+    fs::read(at.join("in image")).unwrap();
+    let all = (pages, pages, pages);
+    let others = [(2 * pages, pages, 2 * pages), all, (pages, 0, pages), (pages, 0, pages)];
+    assert_eq!(held(), (4 * pages, 3 * pages, [vec![all], others.to_vec()].concat()));
+    // Without root the kernel does not tell which names show one memory, and that is said.
+    let program = scratch.path().join("test-program");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut child = Command::new(&program);
+    child.uid(65534).gid(65534).current_dir("/").args(["--exact", "children::child_that_counts", "--nocapture"]);
+    let out = child.env("PAGEFOLD_TEST_COUNT", format!("{}\n{}", one.display(), layer.display())).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    let expected = format!("COUNTED {} resident, 1 unknown", 2 * pages);
+    assert!(text.contains(&expected), "{text}{}", String::from_utf8_lossy(&out.stderr));
+    for at in [&one, &two] {
+        rustix::mount::unmount(at, rustix::mount::UnmountFlags::empty()).unwrap();
+    }
+}
