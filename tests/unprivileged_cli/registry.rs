@@ -1,4 +1,4 @@
-//! `pagefold image pull` and `push` run the program that talks to registries.
+//! `pagefold image pull`, `push` and `gc --remote` run the program that talks to registries.
 
 use crate::tool::{Tool, text};
 use std::os::unix::fs::PermissionsExt;
@@ -21,7 +21,8 @@ fn alone(tool: &Tool, args: &[&str]) -> Command {
 #[test]
 fn without_the_program_one_line_says_how_to_get_it() {
     let tool = Tool::new();
-    for args in [["image", "pull", "app:1", "--json"], ["image", "push", "app:1", "example.org/app"]] {
+    let gc = ["image", "gc", "--remote", "file:///srv/fleet"];
+    for args in [["image", "pull", "app:1", "--json"], ["image", "push", "app:1", "example.org/app"], gc] {
         let refused = alone(&tool, &args).output().expect("the tool runs");
         let said = text(&refused.stderr);
         assert_eq!((refused.status.code(), said.lines().count()), (Some(1), 1), "{said}");
@@ -55,6 +56,10 @@ fn the_program_gets_what_the_tool_was_told() {
     let ran = alone(&tool, &["image", "push", "-", "x/y", "--timeout=5", "--json"]).output().expect("the tool runs");
     let words = text(&ran.stdout);
     assert!(words.starts_with("push\n") && words.ends_with("--timeout=5\n--json\n--\nx/y\n"), "{words}");
+    let gc = ["image", "gc", "--remote", "s3://bucket/fleet", "--dry-run", "--keep=1h"];
+    let words = text(&alone(&tool, &gc).output().expect("the tool runs").stdout);
+    let expected = "gc\n--keep=3600\n--wait=900\n--dry-run\n--timeout=30\n--\ns3://bucket/fleet\n";
+    assert_eq!(words, expected);
     // What cannot be a name or a platform is refused before anything runs.
     for wrong in [&["image", "pull", "app", "--name="][..], &["image", "pull", "app", "--platform=linux"]] {
         assert_eq!(alone(&tool, wrong).output().expect("the tool runs").status.code(), Some(2));

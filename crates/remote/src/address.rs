@@ -1,5 +1,6 @@
 //! The address of an image in a fleet's store.
 
+use std::fmt;
 use std::str::FromStr;
 
 /// Longest name or tag, bytes.
@@ -16,6 +17,68 @@ pub enum Backend {
     Http(String),
 }
 
+/// The store's own address.
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Backend::S3 { bucket, prefix } if prefix.is_empty() => write!(f, "s3://{bucket}"),
+            Backend::S3 { bucket, prefix } => write!(f, "s3://{bucket}/{prefix}"),
+            Backend::Directory(path) => write!(f, "file://{path}"),
+            Backend::Http(url) => f.write_str(url),
+        }
+    }
+}
+
+impl Backend {
+    /// The store at `place` of `host`. `end` is what an image's address has after that, for messages.
+    fn new(scheme: &str, host: &str, place: &str, end: &str) -> Result<Self, String> {
+        let is_path = |place: &str| place.split('/').all(|part| !matches!(part, "" | "." | ".."));
+        if !place.is_empty() && !is_path(place) {
+            return Err("an address of a store has no empty part, no . and no ..".into());
+        }
+        Ok(match scheme {
+            "s3" if host.is_empty() => return Err(format!("s3://BUCKET/PREFIX{end}: no bucket")),
+            "s3" => Backend::S3 { bucket: host.into(), prefix: place.into() },
+            "file" if !host.is_empty() || place.is_empty() => return Err(format!("file:///DIR{end}: no directory")),
+            "file" => Backend::Directory(format!("/{place}")),
+            "http" | "https" if host.is_empty() => return Err(format!("{scheme}://HOST/PATH{end}: no host")),
+            "http" | "https" => Backend::Http(format!("{scheme}://{host}/{place}").trim_end_matches('/').into()),
+            _ => return Err("stores have addresses of s3://, file://, https:// and http://".into()),
+        })
+    }
+}
+
+/// The address of a store, without an image.
+impl FromStr for Backend {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (scheme, rest) = split(text)?;
+        let rest = rest.strip_suffix('/').unwrap_or(rest);
+        let (host, place) = rest.split_once('/').unwrap_or((rest, ""));
+        check_host(host)?;
+        Backend::new(scheme, host, place, "")
+    }
+}
+
+/// The scheme of an address, and what comes after it.
+fn split(text: &str) -> Result<(&str, &str), String> {
+    // No message repeats the address: it may hold a password.
+    let (scheme, rest) =
+        text.split_once("://").ok_or("not an address of a store: s3://, file://, https:// or http://")?;
+    if rest.contains(['?', '#']) || rest.chars().any(char::is_control) {
+        return Err("an address of a store has no ?, no # and no control characters".into());
+    }
+    Ok((scheme, rest))
+}
+
+fn check_host(host: &str) -> Result<(), String> {
+    if host.contains('@') {
+        return Err("an address of a store holds no login: other users see it among the processes".into());
+    }
+    Ok(())
+}
+
 /// An image in a fleet's store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
@@ -30,19 +93,9 @@ impl Address {
         text.contains("://")
     }
 
-    /// The store's own address.
-    pub fn store(&self) -> String {
-        match &self.backend {
-            Backend::S3 { bucket, prefix } if prefix.is_empty() => format!("s3://{bucket}"),
-            Backend::S3 { bucket, prefix } => format!("s3://{bucket}/{prefix}"),
-            Backend::Directory(path) => format!("file://{path}"),
-            Backend::Http(url) => url.clone(),
-        }
-    }
-
     /// The image's address.
     pub fn whole(&self) -> String {
-        format!("{}/{}:{}", self.store(), self.name, self.tag)
+        format!("{}/{}:{}", self.backend, self.name, self.tag)
     }
 
     /// Where the store has the image's manifest.
@@ -55,29 +108,14 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // No message repeats the address: it may hold a password.
-        let (scheme, rest) = text.split_once("://").ok_or("not an address")?;
-        if rest.contains(['?', '#']) || rest.chars().any(char::is_control) {
-            return Err("an address of a store has no ?, no # and no control characters".into());
-        }
+        let (scheme, rest) = split(text)?;
         let (host, path) = rest.split_once('/').ok_or("an address of a store ends with the image: /NAME[:TAG]")?;
-        if host.contains('@') {
-            return Err("an address of a store holds no login: other users see it among the processes".into());
-        }
-        let (place, image) = path.rsplit_once('/').unwrap_or(("", path));
-        let is_path = |place: &str| place.split('/').all(|part| !matches!(part, "" | "." | ".."));
-        if path.starts_with('/') || !place.is_empty() && !is_path(place) {
+        check_host(host)?;
+        if path.starts_with('/') {
             return Err("an address of a store has no empty part, no . and no ..".into());
         }
-        let backend = match scheme {
-            "s3" if host.is_empty() => return Err("s3://BUCKET/PREFIX/NAME[:TAG]: no bucket".into()),
-            "s3" => Backend::S3 { bucket: host.into(), prefix: place.into() },
-            "file" if !host.is_empty() || place.is_empty() => return Err("file:///DIR/NAME[:TAG]: no directory".into()),
-            "file" => Backend::Directory(format!("/{place}")),
-            "http" | "https" if host.is_empty() => return Err(format!("{scheme}://HOST/PATH/NAME[:TAG]: no host")),
-            "http" | "https" => Backend::Http(format!("{scheme}://{host}/{place}").trim_end_matches('/').into()),
-            _ => return Err("stores have addresses of s3://, file://, https:// and http://".into()),
-        };
+        let (place, image) = path.rsplit_once('/').unwrap_or(("", path));
+        let backend = Backend::new(scheme, host, place, "/NAME[:TAG]")?;
         let (name, tag) = image.split_once(':').unwrap_or((image, "latest"));
         for part in [name, tag] {
             let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -104,6 +142,23 @@ mod tests {
         ] {
             let address: Address = text.parse().unwrap();
             assert_eq!((address.whole(), address.manifest()), (whole.into(), manifest.into()));
+        }
+    }
+
+    #[test]
+    fn a_store_has_an_address_of_its_own() {
+        for (text, shown) in [
+            ("s3://bucket", "s3://bucket"),
+            ("s3://bucket/a/b/", "s3://bucket/a/b"),
+            ("file:///srv/fleet", "file:///srv/fleet"),
+        ] {
+            assert_eq!(text.parse::<Backend>().unwrap().to_string(), shown);
+        }
+        for text in
+            ["app:1", "s3://", "s3://key:secret@bucket", "file:///", "file://host/x", "s3://b//x", "s3://b/?secret"]
+        {
+            let error = text.parse::<Backend>().unwrap_err();
+            assert!(!error.contains("secret") && !error.contains('\n'), "{text}: {error}");
         }
     }
 

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Arguments of every action.
+/// Arguments of pull and push.
 #[derive(Args)]
 pub struct Common {
     /// Directory of the store
@@ -19,6 +19,13 @@ pub struct Common {
     /// Domain of the store
     #[arg(long)]
     pub domain: String,
+    #[command(flatten)]
+    pub server: Server,
+}
+
+/// Arguments of every action.
+#[derive(Args)]
+pub struct Server {
     /// HTTP without TLS
     #[arg(long)]
     pub plain_http: bool,
@@ -28,7 +35,7 @@ pub struct Common {
     /// One JSON document
     #[arg(long)]
     pub json: bool,
-    /// The image in a registry or in a fleet's store
+    /// The image in a registry or in a fleet's store; for gc the store itself
     // Parsed later: a message of the parser of arguments would repeat a password.
     pub reference: String,
 }
@@ -79,7 +86,11 @@ impl FromStr for Remote {
     }
 }
 
-fn seconds(text: &str) -> std::result::Result<Duration, String> {
+/// Reads a number of seconds.
+///
+/// # Errors
+/// Anything else.
+pub fn seconds(text: &str) -> std::result::Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_string())?;
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }

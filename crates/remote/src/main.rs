@@ -14,7 +14,7 @@ mod push;
 mod registry;
 
 use clap::{Parser, Subcommand};
-use common::{Common, Remote};
+use common::{Common, Remote, Server};
 use error::Error;
 use pagefold_image::oci::Platform;
 use pagefold_image::store::check_name;
@@ -61,6 +61,13 @@ enum Action {
         #[arg(long)]
         name: String,
     },
+    /// Remove what no image of a fleet's store needs
+    Gc {
+        #[command(flatten)]
+        server: Server,
+        #[command(flatten)]
+        wanted: fleet::Wanted,
+    },
 }
 
 fn main() -> ExitCode {
@@ -91,9 +98,13 @@ fn run(arguments: Arguments) -> Result<(), Error> {
             Remote::Registry(reference) => push::push(&runtime, &common, reference, &name),
             Remote::Fleet(address) => fleet::push(&runtime, &common, address, &name),
         },
+        Action::Gc { server, wanted } => {
+            let backend = server.reference.parse().map_err(Error::Said)?;
+            runtime.block_on(fleet::collect(&server, &backend, &wanted))
+        }
     }
 }
 
 fn remote(common: &Common) -> Result<Remote, Error> {
-    common.reference.parse().map_err(Error::Said)
+    common.server.reference.parse().map_err(Error::Said)
 }

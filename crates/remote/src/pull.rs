@@ -54,7 +54,7 @@ pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
         ..defaults
     };
     let operation = RegistryOperation::Pull;
-    let registry = Registry::connect(reference, common.plain_http, common.timeout, operation);
+    let registry = Registry::connect(reference, common.server.plain_http, common.server.timeout, operation);
     let registry = Arc::new(runtime.block_on(registry)?);
     let mut moved = Moved::default();
     let documents = runtime.block_on(documents(&registry, wanted, limits, &mut moved))?;
@@ -94,7 +94,7 @@ pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
     moved.layers_fetched = downloads.layers_fetched;
     moved.bytes_fetched += downloads.bytes_fetched;
     downloads.remove()?;
-    report(&record, build.stats(), &moved, common.json)
+    report(&record, build.stats(), &moved, common.server.json)
 }
 
 /// Fetches the documents that lead to the layers.

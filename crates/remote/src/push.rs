@@ -38,7 +38,7 @@ pub fn push(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
     let store = common.open_with(name)?;
     let (record, _lease) = store.hold(name)?;
     let operation = RegistryOperation::Push;
-    let registry = Registry::connect(reference, common.plain_http, common.timeout, operation);
+    let registry = Registry::connect(reference, common.server.plain_http, common.server.timeout, operation);
     let registry = runtime.block_on(registry)?;
     let build = store.build()?;
     let dir = build.scratch_path();
@@ -69,7 +69,7 @@ pub fn push(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
     runtime.block_on(retry(send)).map_err(|error| registry.name(error))?;
     drop(progress);
     let whole = reference.whole();
-    let text = if common.json {
+    let text = if common.server.json {
         let value = serde_json::json!({ "name": name, "reference": whole, "manifest": digest,
             "blobs_known": known, "blobs_uploaded": uploaded, "bytes_uploaded": bytes_uploaded });
         format!("{value:#}")

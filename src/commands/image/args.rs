@@ -112,17 +112,7 @@ Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be 
         json: bool,
     },
     /// Remove what no image, mount or build needs
-    #[command(after_help = "Examples:
-  pagefold image gc --dry-run
-  pagefold image gc")]
-    Gc {
-        /// Say what would go, remove nothing
-        #[arg(long)]
-        dry_run: bool,
-        /// One JSON document
-        #[arg(long)]
-        json: bool,
-    },
+    Gc(GcArgs),
     /// Forget images (gc frees their space)
     #[command(after_help = "Examples:
   pagefold image rm app:1 app:2 && pagefold image gc")]
@@ -289,6 +279,31 @@ pub struct PushArgs {
     /// file:///DIR/NAME:TAG
     #[arg(value_name = "REF")]
     pub reference: String,
+    #[command(flatten)]
+    pub registry: RegistryArgs,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold image gc --dry-run
+  pagefold image gc
+  pagefold image gc --remote s3://BUCKET/fleet --dry-run
+
+With --remote packs go that no image of a fleet's store names. Hosts may push at the same time. It needs pagefold-remote,
+a program of its own, and logins as push does. An image leaves the store when its file images/NAME/TAG is removed.")]
+pub struct GcArgs {
+    /// Say what would go, remove nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Collect in a fleet's store instead: s3://BUCKET/PREFIX, file:///DIR
+    #[arg(long, value_name = "URL")]
+    pub remote: Option<String>,
+    /// Of a fleet's store keep packs that are younger: a push that was killed goes on with them
+    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = units::duration)]
+    pub keep: Duration,
+    /// Wait so long at most for pushes in progress; what they may need stays for the next collection
+    #[arg(long, value_name = "TIME", default_value = "15m", value_parser = units::duration)]
+    pub wait: Duration,
     #[command(flatten)]
     pub registry: RegistryArgs,
 }

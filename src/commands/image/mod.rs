@@ -13,7 +13,7 @@ use crate::output::print_json;
 use crate::units::{show_counted, show_size};
 use crate::{note, say};
 pub use args::Args;
-use args::{Action, DEFAULT_DOMAIN, MountArgs};
+use args::{Action, DEFAULT_DOMAIN, GcArgs, MountArgs};
 use pagefold_image::Error as ImageError;
 use pagefold_image::gc;
 use pagefold_image::mount;
@@ -94,7 +94,10 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Verify { names, check_frames, json } => {
             return show::verify_images(location.of_images(&names)?.as_ref(), &names, check_frames, json);
         }
-        Action::Gc { dry_run, json } => return collect(location.of_images(&[])?.as_ref(), dry_run, json),
+        Action::Gc(GcArgs { remote: Some(remote), dry_run, keep, wait, registry }) => {
+            return Err(registry::collect(&remote, dry_run, [keep, wait], &registry));
+        }
+        Action::Gc(gc) => return collect(location.of_images(&[])?.as_ref(), gc.dry_run, gc.registry.json),
         Action::Rm { names, json } => return remove(&location, &names, json),
         Action::Export { name, output, format } => {
             export::export_image(&location.of_image(&name)?, &name, &output, format)?;

@@ -1,13 +1,14 @@
-//! `pagefold image pull` and `push`: the program of its own that talks to registries and fleets' stores takes this process
+//! `pagefold image pull`, `push` and `gc --remote`: the program of its own that talks to registries and fleets' stores takes this process
 //! over.
 
 use super::args::{PullArgs, PushArgs, RegistryArgs};
 use crate::error::Error;
 use std::env;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 /// The program's name.
 const PROGRAM: &str = "pagefold-remote";
@@ -26,13 +27,17 @@ pub fn program() -> Option<PathBuf> {
 
 /// Becomes the program that stores an image of a registry or of a fleet's store. Returns only if that fails.
 pub fn pull(store: &Path, domain: &str, args: &PullArgs) -> Error {
-    let mut more = vec![
-        format!("--name={}", args.name.as_deref().unwrap_or(name_of(&args.reference))),
-        format!("--max-bytes={}", args.limits.max_bytes),
-        format!("--max-entries={}", args.limits.max_entries),
-    ];
-    more.extend(args.platform.as_ref().map(|platform| format!("--platform={platform}")));
-    become_program("pull", store, domain, &more, &args.registry, &args.reference)
+    let mut more = of_store(store, domain);
+    more.extend(
+        [
+            format!("--name={}", args.name.as_deref().unwrap_or(name_of(&args.reference))),
+            format!("--max-bytes={}", args.limits.max_bytes),
+            format!("--max-entries={}", args.limits.max_entries),
+        ]
+        .map(OsString::from),
+    );
+    more.extend(args.platform.as_ref().map(|platform| format!("--platform={platform}").into()));
+    become_program("pull", more, &args.registry, &args.reference)
 }
 
 /// The name under which an image is stored by default.
@@ -43,21 +48,26 @@ fn name_of(reference: &str) -> &str {
 
 /// Becomes the program that uploads an image. Returns only if that fails.
 pub fn push(store: &Path, domain: &str, args: &PushArgs) -> Error {
-    become_program("push", store, domain, &[format!("--name={}", args.name)], &args.registry, &args.reference)
+    let mut more = of_store(store, domain);
+    more.push(format!("--name={}", args.name).into());
+    become_program("push", more, &args.registry, &args.reference)
 }
 
-fn become_program(
-    action: &str,
-    store: &Path,
-    domain: &str,
-    more: &[String],
-    registry: &RegistryArgs,
-    reference: &str,
-) -> Error {
+/// Becomes the program that removes what no image of a fleet's store needs. Returns only if that fails.
+pub fn collect(remote: &str, dry_run: bool, [keep, wait]: [Duration; 2], registry: &RegistryArgs) -> Error {
+    let mut more = vec![format!("--keep={}", keep.as_secs_f64()), format!("--wait={}", wait.as_secs_f64())];
+    more.extend(dry_run.then(|| "--dry-run".into()));
+    become_program("gc", more.into_iter().map(OsString::from).collect(), registry, remote)
+}
+
+fn of_store(store: &Path, domain: &str) -> Vec<OsString> {
+    ["--domain".as_ref(), domain.as_ref(), "--store".as_ref(), store.as_os_str()].map(OsStr::to_owned).to_vec()
+}
+
+fn become_program(action: &str, more: Vec<OsString>, registry: &RegistryArgs, reference: &str) -> Error {
     let Some(program) = program() else { return format!("{PROGRAM} is not here; {CURE}").into() };
     let mut command = Command::new(&program);
-    command.args([action, "--domain", domain]).args([OsStr::new("--store"), store.as_os_str()]).args(more);
-    command.arg(format!("--timeout={}", registry.timeout.as_secs_f64()));
+    command.arg(action).args(more).arg(format!("--timeout={}", registry.timeout.as_secs_f64()));
     command.args(registry.plain_http.then_some("--plain-http")).args(registry.json.then_some("--json"));
     let error = command.args(["--", reference]).exec();
     format!("{}: {error}", program.display()).into()

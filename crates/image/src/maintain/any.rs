@@ -1,6 +1,6 @@
 //! What plain directories and mounts of any kind hold in the page cache, and how much of it equal files hold twice.
 //!
-//! Two names may lead to one memory: hard links, binds, and files of an overlayfs, whose pages belong to a file of one of
+//! Two names may lead to one memory: hard links, binds, and files of an overlayfs: their pages belong to a file of one of
 //! its layers. The kernel does not name that file. It does tell root the frame under each page, and a frame of the page
 //! cache belongs to one place of one file. So files of one size are compared by the frame of their first resident page.
 //! Frames move; they are looked at until two looks in a row are equal.

@@ -1,6 +1,6 @@
 //! Files of a fleet's store: read, written, listed, through servers that are busy or gone for a while.
 
-use crate::address::{Address, Backend};
+use crate::address::Backend;
 use crate::error::{Error, Result, shorten};
 use crate::registry::{AGENT, hide, retry};
 use bytes::Bytes;
@@ -18,7 +18,7 @@ use object_store::{
 use std::env;
 use std::fs;
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// How much longer than an answer the upload of a pack may take.
 const UPLOAD_FACTOR: u32 = 20;
@@ -30,6 +30,25 @@ const SECRETS: [&str; 3] = ["AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_C
 pub struct Listed {
     pub path: String,
     pub bytes: u64,
+    /// When it was written, by the clock of the store.
+    pub written: SystemTime,
+}
+
+impl Listed {
+    /// How old it is at the time `now` of the store's clock.
+    pub fn age(&self, now: SystemTime) -> Duration {
+        now.duration_since(self.written).unwrap_or_default()
+    }
+}
+
+/// What a store is opened for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    /// Files are written and removed.
+    Write,
+    /// The same, and the directory of a new store is made.
+    Create,
 }
 
 /// What is read of a file, and which version of it that was.
@@ -44,14 +63,13 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Opens the store of `address`, with the directory of one that `writes`. A server that sends nothing for `timeout` has
-    /// failed.
+    /// Opens a store. A server that sends nothing for `timeout` has failed.
     ///
     /// # Errors
     /// A store that cannot be written; settings in the environment that do not fit.
-    pub fn open(address: &Address, writes: bool, plain_http: bool, timeout: Duration) -> Result<Self> {
+    pub fn open(backend: &Backend, access: Access, plain_http: bool, timeout: Duration) -> Result<Self> {
         let secrets: Vec<String> = SECRETS.iter().filter_map(|name| env::var(name).ok()).collect();
-        let shown = address.store();
+        let shown = backend.to_string();
         let options = ClientOptions::new()
             .with_user_agent(AGENT.parse().expect("letters"))
             .with_connect_timeout(timeout)
@@ -59,17 +77,22 @@ impl Bucket {
         // Each request is tried again here, and nowhere else.
         let once = RetryConfig { max_retries: 0, ..RetryConfig::default() };
         let failed = |error: StoreError| Error::Said(format!("{shown}: {}", hide(text_of(&error), &secrets)));
-        let store: Box<dyn ObjectStore> = match &address.backend {
+        let store: Box<dyn ObjectStore> = match backend {
             Backend::S3 { bucket, prefix } => {
                 let from_env = AmazonS3Builder::from_env().with_bucket_name(bucket);
                 let is_plain = plain_http || env::var("AWS_ALLOW_HTTP").is_ok_and(|value| value == "true");
                 let options = options.with_allow_http(is_plain);
-                let s3 = from_env.with_client_options(options).with_retry(once).build().map_err(failed)?;
+                let s3 = from_env
+                    .with_client_options(options)
+                    .with_retry(once)
+                    .with_disable_bulk_delete(true)
+                    .build()
+                    .map_err(failed)?;
                 Box::new(PrefixStore::new(s3, Path::from(prefix.as_str())))
             }
             Backend::Directory(path) => {
                 let path = std::path::Path::new(path);
-                if writes && !path.exists() {
+                if access == Access::Create && !path.exists() {
                     // No directory above it is made: a typing error must not make one.
                     fs::create_dir(path).map_err(|error| Error::Said(format!("{}: {error}", path.display())))?;
                 }
@@ -77,10 +100,8 @@ impl Bucket {
                 let directory = directory.map_err(|_| Error::Said(format!("{}: no such directory", path.display())))?;
                 Box::new(directory.with_fsync(true))
             }
-            Backend::Http(_) if writes => {
-                return Err(Error::Said(format!(
-                    "{shown}: a store is only read by http; push to its s3:// or file://"
-                )));
+            Backend::Http(_) if access != Access::Read => {
+                return Err(Error::Said(format!("{shown}: a store is only read by http; name its s3:// or file://")));
             }
             Backend::Http(url) => {
                 let builder = HttpBuilder::new().with_url(url);
@@ -182,11 +203,29 @@ impl Bucket {
         let list = || async {
             let (mut files, mut listed) = (Vec::new(), self.store.list(Some(&Path::from(path))));
             while let Some(meta) = self.in_time(listed.try_next()).await?.map_err(|error| self.error(&error))? {
-                files.push(Listed { path: meta.location.to_string(), bytes: meta.size });
+                files.push(Listed {
+                    path: meta.location.to_string(),
+                    bytes: meta.size,
+                    written: meta.last_modified.into(),
+                });
             }
             Ok(files)
         };
         retry(list).await.map_err(|error| self.name(path, error))
+    }
+
+    /// Removes the file `path`, if it is there.
+    ///
+    /// # Errors
+    /// No connection; a login that may not remove.
+    pub async fn remove(&self, path: &str) -> Result<()> {
+        let remove = || async {
+            match self.in_time(self.store.delete(&Path::from(path))).await? {
+                Ok(()) | Err(StoreError::NotFound { .. }) => Ok(()),
+                Err(error) => Err(self.error(&error)),
+            }
+        };
+        retry(remove).await.map_err(|error| self.name(path, error))
     }
 
     /// What `future` gives, unless the server sends nothing for too long.

@@ -1,10 +1,13 @@
 //! A fleet's store: images of several hosts in a bucket, each object once, packed.
 
 mod bucket;
+mod gc;
+mod lease;
 mod packs;
 mod pieces;
 mod pull;
 mod push;
 
+pub use gc::{Wanted, collect};
 pub use pull::pull;
 pub use push::push;

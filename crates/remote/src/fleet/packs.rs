@@ -1,12 +1,13 @@
 //! The packs of a fleet's store: which pieces they hold, and how new ones get there.
 
-use super::bucket::Bucket;
+use super::bucket::{Bucket, Listed};
+use super::lease::random;
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
 use pagefold_image::digest::Digest;
 use pagefold_image::fleet::{Indexed, decode_index, encode_index};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
@@ -28,7 +29,8 @@ pub fn pack_path(pack: &Digest) -> String {
     format!("packs/{}.pack", pack.hex())
 }
 
-fn index_path(pack: &Digest) -> String {
+/// Where the store has the pack's index.
+pub fn index_path(pack: &Digest) -> String {
     format!("packs/{}.index", pack.hex())
 }
 
@@ -38,19 +40,34 @@ pub struct Pack {
     pub bytes: u64,
 }
 
-/// The packs that have an index: both are whole, since the index comes last. An index without its pack is worth nothing.
-pub async fn list(bucket: &Bucket) -> Result<Vec<Pack>> {
-    let (mut packs, mut indexes) = (HashMap::new(), HashSet::new());
+/// The files of a pack, as far as they are there.
+#[derive(Default)]
+pub struct Files {
+    pub pack: Option<Listed>,
+    pub index: Option<Listed>,
+}
+
+/// All packs, whole or not.
+pub async fn list_all(bucket: &Bucket) -> Result<HashMap<Digest, Files>> {
+    let mut packs = HashMap::<Digest, Files>::new();
     for file in bucket.list("packs").await? {
         let Some((stem, kind)) = file.path.rsplit('/').next().and_then(|name| name.split_once('.')) else { continue };
         match (Digest::from_hex(stem.as_bytes()), kind) {
-            (Some(digest), "pack") => drop(packs.insert(digest, file.bytes)),
-            (Some(digest), "index") => drop(indexes.insert(digest)),
+            (Some(digest), "pack") => packs.entry(digest).or_default().pack = Some(file),
+            (Some(digest), "index") => packs.entry(digest).or_default().index = Some(file),
             _ => {}
         }
     }
-    packs.retain(|digest, _| indexes.contains(digest));
-    Ok(packs.into_iter().map(|(digest, bytes)| Pack { digest, bytes }).collect())
+    Ok(packs)
+}
+
+/// The packs that have an index: both are whole, since the index comes last. An index without its pack is worth nothing.
+pub async fn list(bucket: &Bucket) -> Result<Vec<Pack>> {
+    let whole = |(digest, files): (Digest, Files)| {
+        files.index?;
+        Some(Pack { digest, bytes: files.pack?.bytes })
+    };
+    Ok(list_all(bucket).await?.into_iter().filter_map(whole).collect())
 }
 
 /// Calls `each` for all pieces in `packs`. Returns how many bytes of indexes came. An index that is damaged or gone counts as
@@ -124,7 +141,9 @@ impl<'a> Uploads<'a> {
         while self.tasks.len() >= UPLOADS {
             self.wait_for_one()?;
         }
-        let (bytes, pieces) = (std::mem::take(&mut self.bytes), std::mem::take(&mut self.pieces));
+        let (mut bytes, pieces) = (std::mem::take(&mut self.bytes), std::mem::take(&mut self.pieces));
+        // No other pack has its name, even one with the same pieces: a collection may be about to remove that one.
+        bytes.extend(random()?);
         let digest = Digest::of(&bytes);
         let index = encode_index(&digest, &pieces);
         self.packs_uploaded += 1;

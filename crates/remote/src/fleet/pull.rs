@@ -3,7 +3,7 @@
 //! What is damaged or withheld is looked for in other packs. If none has it, all other objects stay in the store for the next
 //! pull.
 
-use super::bucket::Bucket;
+use super::bucket::{Access, Bucket};
 use super::packs::{self, pack_path};
 use super::pieces::unpack;
 use super::push::MANIFEST_MAX;
@@ -86,7 +86,8 @@ pub fn pull(runtime: &Runtime, common: &Common, address: &Address, name: &str, w
     if wanted.platform.is_some() {
         return Err(Error::Said("--platform: in a fleet's store a name stands for one image".into()));
     }
-    let bucket = Arc::new(Bucket::open(address, false, common.plain_http, common.timeout)?);
+    let bucket =
+        Arc::new(Bucket::open(&address.backend, Access::Read, common.server.plain_http, common.server.timeout)?);
     let found = runtime.block_on(bucket.get(&address.manifest(), MANIFEST_MAX))?;
     let whole = address.whole();
     let (bytes, _) = found.ok_or_else(|| Error::Said(format!("{whole}: no such image")))?;
@@ -116,7 +117,7 @@ pub fn pull(runtime: &Runtime, common: &Common, address: &Address, name: &str, w
     moved.bytes_fetched += fetched.bytes_fetched;
     let Manifest { head, .. } = manifest;
     let record = build.publish(name, &tree, &whole, head.config, head.notes)?;
-    report(&record, build.stats().bytes_new.load(Relaxed), &moved, common.json)
+    report(&record, build.stats().bytes_new.load(Relaxed), &moved, common.server.json)
 }
 
 /// The tree of the manifest's metadata image.

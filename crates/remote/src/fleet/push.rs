@@ -1,6 +1,7 @@
 //! Images of the store into a fleet's store: only pieces that it lacks, and the manifest last.
 
-use super::bucket::Bucket;
+use super::bucket::{Access, Bucket};
+use super::lease::Lease;
 use super::packs::{self, Uploads};
 use super::pieces::Packer;
 use crate::address::Address;
@@ -37,9 +38,12 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
     let store = common.open_with(name)?;
     let (record, _lease) = store.hold(name)?;
     let tree = store.tree(&record.digest)?;
-    let bucket = Arc::new(Bucket::open(address, true, common.plain_http, common.timeout)?);
+    let bucket =
+        Arc::new(Bucket::open(&address.backend, Access::Create, common.server.plain_http, common.server.timeout)?);
     let path = address.manifest();
     let before = runtime.block_on(bucket.get(&path, MANIFEST_MAX))?;
+    // Before the packs are listed: what a collection removes after this, it removes with regard to this push.
+    let lease = Lease::take(runtime, bucket.clone())?;
     let objects = tree.objects();
     let mut places: HashMap<Piece, Lies> = HashMap::new();
     runtime.block_on(known(&bucket, &objects, &mut places))?;
@@ -54,11 +58,13 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
         config: record.config.clone(),
         notes: record.notes.clone(),
     };
-    let manifest = Bytes::from(encode_manifest(&manifest(head, &metadata, &objects, &places)));
+    let manifest = manifest(head, &metadata, &objects, &places);
+    let bytes = Bytes::from(encode_manifest(&manifest));
     let mut uploaded = uploads.bytes_uploaded;
-    if before.as_ref().is_none_or(|(before, _)| *before != manifest) {
-        uploaded += manifest.len() as u64;
-        let put = bucket.put_unless_changed(&path, manifest, before.as_ref().map(|(_, version)| version));
+    lease.check()?;
+    if before.as_ref().is_none_or(|(before, _)| *before != bytes) {
+        uploaded += bytes.len() as u64;
+        let put = bucket.put_unless_changed(&path, bytes, before.as_ref().map(|(_, version)| version));
         if !runtime.block_on(put)? {
             let whole = address.whole();
             return Err(Error::Said(format!(
@@ -66,8 +72,10 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
             )));
         }
     }
+    runtime.block_on(check_packs(&bucket, &manifest, address))?;
+    lease.end();
     let reference = address.whole();
-    let text = if common.json {
+    let text = if common.server.json {
         let value = serde_json::json!({ "name": name, "reference": reference, "digest": record.digest,
             "pieces_known": pieces_known, "pieces_uploaded": places.len() as u64 - pieces_known,
             "packs_uploaded": uploads.packs_uploaded, "bytes_uploaded": uploaded });
@@ -78,6 +86,21 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
         format!("{}  {reference}\npieces: {pieces_known} known, {new} uploaded, {mib:.1} MiB", record.digest)
     };
     say(&text)
+}
+
+/// Fails if a pack of a manifest that was written is not there: a collection has taken this push for dead, and ended its work
+/// at the same moment.
+async fn check_packs(bucket: &Bucket, manifest: &Manifest, address: &Address) -> Result<()> {
+    let there = packs::list_all(bucket).await?;
+    let is_there = |pack: &&Digest| there.get(*pack).is_some_and(|files| files.pack.is_some());
+    match manifest.packs.iter().find(|pack| !is_there(pack)) {
+        None => Ok(()),
+        Some(pack) => Err(Error::Said(format!(
+            "{}: a collection has removed {} meanwhile; push again",
+            address.whole(),
+            packs::pack_path(pack)
+        ))),
+    }
 }
 
 /// Finds the pieces of `objects` that the store has.

@@ -283,14 +283,26 @@ impl Host {
         self.patient_command(2, action, name, reference)
     }
 
+    /// A collection in a fleet's store, which keeps what is younger than so many seconds.
+    pub fn collection(&self, keep: u32, address: &str) -> Command {
+        let mut command = Command::new(PROGRAM);
+        command.args(["gc", "--json", "--timeout=2", &format!("--keep={keep}"), address]);
+        self.without_settings(&mut command);
+        command
+    }
+
     /// The same, with so many seconds for a registry that sends nothing.
     pub fn patient_command(&self, timeout: u32, action: &str, name: &str, reference: &str) -> Command {
         let mut command = Command::new(PROGRAM);
         command.args([action, "--json", "--domain=default", &format!("--timeout={timeout}"), "--name", name]);
         command.arg("--store").arg(self.store_path()).arg(reference);
+        self.without_settings(&mut command);
+        command
+    }
+
+    fn without_settings(&self, command: &mut Command) {
         command.env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
         command.env("HOME", self.dir.path()).env("XDG_RUNTIME_DIR", self.dir.path().join("run"));
-        command
     }
 
     pub fn pull(&self, server: &Server, tag: &str) -> Output {

@@ -1,6 +1,8 @@
 //! Fleets' stores: in directories, behind web servers, and in a bucket that does as it is told.
 
+#[path = "../common/mod.rs"]
 mod common;
+mod gc;
 
 use common::{Answer, Host, Request, Server, answer, digest, failed, noise, ok, wait_until};
 use pagefold_image::build::{self, Omissions};
@@ -193,8 +195,12 @@ fn a_lost_pack_is_named_and_the_next_push_brings_it_again() {
     let (fleet, here, there) = (Fleet::new(), Host::new(), Host::new());
     build(&here, "one", &version(1));
     ok(&run(&here, "push", "one", &fleet.address("app:1")));
-    let (path, _) =
-        fleet.pieces().into_iter().find(|(_, piece)| piece.object == Digest::of(&noise(11, 100_000))).unwrap();
+    let pack_of_app = || {
+        let is_app =
+            |(path, piece): &(PathBuf, Indexed)| piece.object == Digest::of(&noise(11, 100_000)) && path.exists();
+        fleet.pieces().into_iter().find(is_app).unwrap().0
+    };
+    let path = pack_of_app();
     let pack = path.file_name().unwrap().to_str().unwrap();
     fs::remove_file(&path).unwrap();
     says(&run(&there, "pull", "it", &fleet.address("app:1")), &[pack, "is missing"]);
@@ -203,7 +209,7 @@ fn a_lost_pack_is_named_and_the_next_push_brings_it_again() {
     assert!(number(&pushed, "pieces_uploaded") > 0);
     ok(&run(&there, "pull", "it", &fleet.address("app:1")));
     // One that has lost its end loses what was there.
-    let last = Host::new();
+    let (last, path) = (Host::new(), pack_of_app());
     let pack = fs::read(&path).unwrap();
     fs::write(&path, &pack[..pack.len() / 2]).unwrap();
     says(&run(&last, "pull", "it", &fleet.address("app:1")), &["object sha256:"]);
@@ -391,6 +397,10 @@ fn bucket(request: &Request, files: &Files) -> Answer {
         files.insert(key.into(), request.body.clone());
         return answer(200, b"").with("etag", &tag(&request.body));
     }
+    if request.method == "DELETE" {
+        files.remove(key);
+        return answer(204, b"");
+    }
     let Some(bytes) = there else { return answer(404, b"<Error><Code>NoSuchKey</Code></Error>") };
     part(request, &bytes).with("etag", &tag(&bytes)).with("last-modified", "Thu, 01 Jan 2026 00:00:00 GMT")
 }
@@ -466,7 +476,7 @@ fn a_killed_push_leaves_no_image_and_the_next_uploads_the_rest() {
     assert!(!String::from_utf8_lossy(&words).contains("secret-words"));
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(files.lock().unwrap().keys().all(|key| key.starts_with("fleet/packs/")));
+    assert!(files.lock().unwrap().keys().all(|key| !key.contains("/images/")));
     says(&s3(&there, &server, "pull", "it", "app:1").output().unwrap(), &["app:1", "no such image"]);
     *is_slow.lock().unwrap() = false;
     // A pack without an index is of no use, and its pieces are uploaded again.
