@@ -3,6 +3,7 @@
 //! One module per benchmark; each prints a table, or JSON with `--json`, and
 //! ends in seconds with `--quick`. Each runs in a process of its own, which leaves its rows in a file.
 
+mod containers;
 mod coverage;
 mod disk;
 mod figures;
@@ -46,6 +47,7 @@ type Bench = (&'static str, &'static str, fn(&[String]) -> ExitCode);
 
 /// All benchmarks, in the order of the help text.
 const BENCHES: &[Bench] = &[
+    ("containers", "images and containers of containerd, against its overlayfs snapshotter", containers::run),
     ("coverage", "programs of many kinds: merging against the kernel's KSM", coverage::run),
     ("erofs", "image trees: page cache shared by content, against other ways", image::run),
     ("pagecache", "disk images against the kernel's page cache, plain FUSE and KSM", disk::run),

@@ -69,10 +69,15 @@ pub fn own(bench: &str) -> io::Result<Command> {
 
 /// The tool, which cargo builds beside this program.
 pub fn tool() -> io::Result<PathBuf> {
-    let tool = std::env::current_exe()?.with_file_name("pagefold");
-    match tool.exists() {
-        true => Ok(tool),
-        false => Err(io::Error::other(format!("{} is not built: cargo build --release", tool.display()))),
+    beside("pagefold")
+}
+
+/// A program of ours, which cargo builds beside this one.
+pub fn beside(name: &str) -> io::Result<PathBuf> {
+    let program = std::env::current_exe()?.with_file_name(name);
+    match program.exists() {
+        true => Ok(program),
+        false => Err(io::Error::other(format!("{} is not built: cargo build --release", program.display()))),
     }
 }
 

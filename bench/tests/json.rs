@@ -64,11 +64,11 @@ fn a_live_client_is_parked_and_touched() {
 fn help_is_printed_and_ends_well() {
     for args in [&["--help"][..], &["all", "--help"], &["llds", "--help"]] {
         let text = String::from_utf8(bench(args).stdout).expect("text");
-        for name in ["coverage", "erofs", "pagecache", "index", "kv", "pageone", "zswap"] {
+        for name in ["containers", "coverage", "erofs", "pagecache", "index", "kv", "pageone", "zswap"] {
             assert!(text.lines().any(|line| line.starts_with(&format!("  {name} "))), "{args:?}: {text}");
         }
     }
-    for name in ["coverage", "erofs", "pagecache", "index", "kv", "pageone", "zswap"] {
+    for name in ["containers", "coverage", "erofs", "pagecache", "index", "kv", "pageone", "zswap"] {
         let text = String::from_utf8(bench(&[name, "--quick", "--help"]).stdout).expect("text");
         assert!(text.contains("--quick"), "{name}: {text}");
     }

@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode};
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  pagefold bench pageone --quick\n  pagefold bench llds --json\n  \
     pagefold bench all --full --record DIR\n\n\
-    Benchmarks: coverage, erofs, pagecache, index, kv, pageone, sandboxes, zswap;\n\
+    Benchmarks: containers, coverage, erofs, pagecache, index, kv, pageone, sandboxes, timing, zswap;\n\
     llds stands for index and kv, all for all of them. NAME --help lists the options of one.\n\
     Options: --quick ends in seconds, --full takes every published figure (two hours\n\
     at most), --json prints JSON, --record DIR writes the rows there.")]

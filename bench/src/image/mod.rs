@@ -25,7 +25,8 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use times::{Started, build_speed, cold_start, map_and_read};
-use trees::{build_tree, files};
+use trees::build_tree;
+pub(crate) use trees::{evict, files, names_below, read_all};
 
 /// Image trees: page cache shared by content, against other ways. Needs root.
 #[derive(Parser, Debug)]

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// All regular files below `root`, each inode once.
-pub(super) fn files(root: &Path) -> Vec<(PathBuf, u64)> {
+pub(crate) fn files(root: &Path) -> Vec<(PathBuf, u64)> {
     let (mut seen, mut list, mut todo) = (HashSet::new(), Vec::new(), vec![root.to_path_buf()]);
     while let Some(dir) = todo.pop() {
         for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
@@ -30,11 +30,11 @@ pub(super) fn files(root: &Path) -> Vec<(PathBuf, u64)> {
     list
 }
 
-pub(super) fn evict(paths: impl IntoIterator<Item = PathBuf>) {
+pub(crate) fn evict(paths: impl IntoIterator<Item = PathBuf>) {
     paths.into_iter().filter_map(|path| File::open(path).ok()).for_each(|file| crate::files::evict(&file));
 }
 
-pub(super) fn read_all(list: &[(PathBuf, u64)]) -> Result<u64, Failure> {
+pub(crate) fn read_all(list: &[(PathBuf, u64)]) -> Result<u64, Failure> {
     let (mut buffer, mut total) = (vec![0; 1 << 20], 0);
     for (path, _) in list {
         let mut file = File::open(path)?;
@@ -60,7 +60,7 @@ pub(super) fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Image
     Ok((record, start.elapsed()))
 }
 
-pub(super) fn names_below(root: &Path) -> Vec<PathBuf> {
+pub(crate) fn names_below(root: &Path) -> Vec<PathBuf> {
     files(root).into_iter().map(|(path, _)| path).collect()
 }
 
