@@ -33,4 +33,20 @@ impl Group {
     pub fn limit(&self, bytes: u64) -> io::Result<()> {
         wait_for("a control group's limit", SETTLE, || self.limit_to(bytes).then_some(()))
     }
+
+    /// Ends every process in it.
+    pub fn end_all(&self) -> io::Result<()> {
+        wait_for("the end of a control group's processes", SETTLE, || (end_members(&self.0) == 0).then_some(()))
+    }
+}
+
+/// Kills the processes in the control group of this directory; returns how many there were.
+pub fn end_members(group: &Path) -> usize {
+    let members = std::fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+    let pids: Vec<i32> = members.lines().filter_map(|line| line.parse().ok()).filter(|pid| *pid > 0).collect();
+    for pid in &pids {
+        // SAFETY: kill(2) takes no pointer. The groups of runs hold what runs have started.
+        unsafe { libc::kill(*pid, libc::SIGKILL) };
+    }
+    pids.len()
 }

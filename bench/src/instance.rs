@@ -4,7 +4,7 @@ use crate::process::{Running, wait_for};
 use pagefold_os::procfs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 /// The longest time to load the data, to compare it, or to do what else a line asks for.
@@ -64,7 +64,15 @@ impl Instance {
 
     /// Waits for its next line.
     pub fn line(&self) -> Result<String, String> {
-        self.lines.recv_timeout(ANSWER_MAX).map_err(|_| "it has ended, or is silent".into())
+        self.line_within(ANSWER_MAX)
+    }
+
+    /// As [`line`](Self::line), so long at most.
+    pub fn line_within(&self, limit: Duration) -> Result<String, String> {
+        self.lines.recv_timeout(limit).map_err(|error| match error {
+            RecvTimeoutError::Disconnected => "it has ended".into(),
+            RecvTimeoutError::Timeout => format!("it is silent for {limit:?}"),
+        })
     }
 
     /// Its process.

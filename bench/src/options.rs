@@ -45,6 +45,18 @@ pub fn positive() -> impl clap::builder::TypedValueParser<Value = usize> {
     clap::builder::RangedU64ValueParser::<usize>::new().range(1..)
 }
 
+/// A size, as `512M` or `8G`, in bytes.
+pub fn size(text: &str) -> Result<u64, String> {
+    let (number, shift) = match text.char_indices().last() {
+        Some((at, 'K')) => (&text[..at], 10),
+        Some((at, 'M')) => (&text[..at], 20),
+        Some((at, 'G')) => (&text[..at], 30),
+        _ => (text, 0),
+    };
+    let bytes = number.parse().ok().filter(|number| *number > 0).and_then(|number: u64| number.checked_mul(1 << shift));
+    bytes.ok_or_else(|| "not a size, as 512M or 8G".into())
+}
+
 /// Options of the benches of indexes and stores.
 #[derive(Args, Debug)]
 pub struct Common {
@@ -97,5 +109,16 @@ pub fn run<T: Parser>(name: &str, args: &[String], measure: impl FnOnce(T) -> Re
             let _ = error.print();
             ExitCode::from(if error.use_stderr() { 2 } else { 0 })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_size_has_a_unit_or_none() {
+        assert_eq!([size("8G"), size("512M"), size("4K"), size("7")], [Ok(8 << 30), Ok(512 << 20), Ok(4 << 10), Ok(7)]);
+        assert!(["", "G", "0", "0M", "-1", "8GiB", "99999999999G"].iter().all(|text| size(text).is_err()));
     }
 }

@@ -1,5 +1,6 @@
 //! The tool's daemon, for parts that measure programs under it.
 
+use crate::group::Group;
 use crate::process::{self, Running, wait_for};
 use crate::restore::{self, Undo};
 use pagefold_daemon::cold::ClientSelector;
@@ -22,10 +23,19 @@ pub struct Daemon {
 impl Daemon {
     /// Starts `pagefold daemon` with these options, and not at idle priority. It has no keeper, which would outlive it.
     pub fn start(options: &[&str]) -> io::Result<Daemon> {
+        Daemon::start_in(None, options)
+    }
+
+    /// As [`start`](Self::start). In a group it has a keeper as well: what is left in the group ends with it.
+    pub fn start_in(group: Option<&Group>, options: &[&str]) -> io::Result<Daemon> {
         let (tool, (dir, folder)) = (process::tool()?, restore::folder("daemon")?);
         let socket = dir.join("daemon.sock");
         let mut command = Command::new(&tool);
-        command.args(["daemon", "--no-keeper", "--priority=normal"]).args(options).arg("--socket").arg(&socket);
+        command.args(["daemon", "--priority=normal"]).args(options).arg("--socket").arg(&socket);
+        match group {
+            Some(group) => group.adopt(&mut command),
+            None => drop(command.arg("--no-keeper")),
+        }
         let process = Running::start(command.stdin(Stdio::null()).stdout(Stdio::null()))?;
         let daemon = Daemon { tool, socket, process, _folder: folder };
         wait_for("the daemon", Duration::from_secs(20), || daemon.status().ok())?;

@@ -1,19 +1,44 @@
-//! The ways to keep sandboxes, and the measure of one.
+//! The ways to keep sandboxes.
 
-use super::Plan;
 use crate::files::HOLDERS;
 use crate::group::{self, Group};
 use crate::instance::Instance;
 use crate::ksm_peer;
 use crate::process::{self, Failure, wait_for};
-use crate::stats;
-use crate::tool::Daemon;
+use crate::tool::{Daemon, moved};
 use crate::zswap::kernel::Zswap;
-use pagefold_daemon::cold::Activity;
+use clap::ValueEnum;
+use pagefold_daemon::cold::{Activity, ClientSelector};
+use pagefold_daemon::control::Request;
 use pagefold_os::{ksm, procfs};
+use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+
+/// The program that a sandbox is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Kind {
+    /// Python.
+    Python,
+    /// Node.js.
+    Node,
+}
+
+impl Kind {
+    /// What runs it.
+    pub fn program(self) -> &'static str {
+        match self {
+            Kind::Python => "python3",
+            Kind::Node => "node",
+        }
+    }
+
+    fn script(self) -> String {
+        let end = if self == Kind::Python { "py" } else { "js" };
+        format!("{HOLDERS}/sandbox.{end}")
+    }
+}
 
 /// How the host keeps sandboxes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,36 +59,14 @@ pub enum Way {
     File,
 }
 
-/// What was measured in one round.
-pub struct Measured {
-    /// Memory of each sandbox after its work: all processes' shares of what is in memory (Pss), the daemon's included, and
-    /// zswap's pool.
-    pub busy_mib: f64,
-    /// The same once what can leave has left.
-    pub idle_mib: f64,
-    /// Memory that the host lacks then, for each: records of the kernel's included, and whatever else happened meanwhile.
-    pub host_idle_mib: f64,
-    /// Processor time of all, while they wait, for each sandbox.
-    pub idle_cpu_percent: f64,
-    /// Time to the first reply of sandboxes one after the other, in milliseconds: median and longest.
-    pub one: (f64, f64),
-    /// The longest of several that are asked at once.
-    pub at_once_max_ms: f64,
-    /// The median of sandboxes one after the other that have waited once more since their first reply, in milliseconds.
-    pub again_p50_ms: f64,
-    /// The start and the work of all sandboxes, two at a time.
-    pub work_s: f64,
-    /// Every sandbox still holds its data.
-    pub is_right: bool,
-}
-
 /// The engine while it runs.
-struct RunningEngine {
+pub struct RunningEngine<'a> {
+    way: Way,
+    kind: Kind,
     daemon: Option<Daemon>,
     ksm: Option<ksm::Settings>,
-    group: Option<Group>,
     zswap: Option<Zswap>,
-    writes_file: bool,
+    group: Option<&'a Group>,
 }
 
 /// The part of their memory to which the kernel is asked to go.
@@ -72,8 +75,6 @@ const RECLAIM_TO: u64 = 10;
 const PARK_MAX: Duration = Duration::from_secs(120);
 /// The tier's memory shrinks no more for so long: all that can is in its file.
 const FILE_QUIET: Duration = Duration::from_secs(5);
-/// The most that are asked at once.
-const AT_ONCE: usize = 10;
 
 impl Way {
     /// In this order they are measured.
@@ -82,6 +83,11 @@ impl Way {
     /// Whether `--quick` measures it.
     pub fn is_quick(self) -> bool {
         !matches!(self, Way::Ksm | Way::KsmSwap)
+    }
+
+    /// Whether `--quick` measures all of it.
+    pub fn is_quickest(self) -> bool {
+        matches!(self, Way::Nothing | Way::KsmZswap | Way::Cold)
     }
 
     /// As the table calls it.
@@ -111,127 +117,96 @@ impl Way {
         }
     }
 
-    fn engine(self, plan: Plan) -> Result<RunningEngine, Failure> {
-        let is_ours = matches!(self, Way::Merged | Way::Cold | Way::File);
-        // Merging comes first.
-        let idle = format!("--park-idle={}s", plan.settles.as_secs() / 3);
-        let mut policy = vec!["--cold-policy=manual", &idle, "--park-within=2s"];
+    /// Starts what keeps the sandboxes: ours with these options, swap of `swap_bytes`. All of it, and the sandboxes, live in
+    /// `group`, if there is one.
+    pub fn engine<'a>(
+        self,
+        kind: Kind,
+        swap_bytes: usize,
+        options: &[&str],
+        group: Option<&'a Group>,
+    ) -> Result<RunningEngine<'a>, Failure> {
+        let mut options = options.to_vec();
         if self == Way::File {
-            policy.extend(["--cold-scan-interval=1s", "--tier-file-after=5s"]);
+            options.extend(["--cold-scan-interval=1s", "--tier-file-after=5s"]);
         }
-        let with_swap = matches!(self, Way::KsmZswap | Way::KsmSwap);
-        let swap = (plan.sandboxes * (plan.mib + 64) * 2) as u64 * (1 << 20);
-        Ok(RunningEngine {
-            daemon: is_ours.then(|| Daemon::start(&policy)).transpose()?,
-            ksm: (self == Way::Ksm || with_swap).then(ksm_peer::at_full_speed).transpose()?,
-            group: with_swap.then(|| Group::of_run("sandboxes")).transpose()?,
+        let engine = RunningEngine {
+            way: self,
+            kind,
+            daemon: self.is_ours().then(|| Daemon::start_in(group, &options)).transpose()?,
+            ksm: (self == Way::Ksm || self.swaps()).then(ksm_peer::at_full_speed).transpose()?,
             zswap: match self {
-                Way::KsmZswap => Some(Zswap::start(swap)?),
-                Way::KsmSwap => Some(Zswap::swap_alone(swap)?),
+                Way::KsmZswap => Some(Zswap::start(swap_bytes as u64)?),
+                Way::KsmSwap => Some(Zswap::swap_alone(swap_bytes as u64)?),
                 _ => None,
             },
-            writes_file: self == Way::File,
-        })
+            group,
+        };
+        if engine.ksm.is_some() {
+            ksm::write("run", 1)?;
+        }
+        Ok(engine)
     }
 
-    fn command(self, engine: &RunningEngine, seed: usize, mib: usize) -> Command {
-        let mut words = match (self, &engine.daemon) {
+    fn is_ours(self) -> bool {
+        matches!(self, Way::Merged | Way::Cold | Way::File)
+    }
+
+    /// Whether the kernel takes idle memory.
+    pub fn swaps(self) -> bool {
+        matches!(self, Way::KsmZswap | Way::KsmSwap)
+    }
+}
+
+impl RunningEngine<'_> {
+    /// The command that starts a sandbox of this seed and size.
+    pub fn command(&self, seed: usize, mib: usize) -> Command {
+        let mut words = match (self.way, &self.daemon) {
             (Way::Merged, Some(daemon)) => daemon.run(&["--manage", "all"]),
             (Way::Cold | Way::File, Some(daemon)) => daemon.run(&["--cold"]),
             _ => Vec::new(),
         };
-        words.extend(["python3".into(), format!("{HOLDERS}/sandbox.py"), seed.to_string(), mib.to_string()]);
+        words.extend([self.kind.program().into(), self.kind.script(), seed.to_string(), mib.to_string()]);
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).stderr(Stdio::null());
-        if engine.ksm.is_some() {
+        if self.ksm.is_some() {
             ksm_peer::merge_all(&mut command);
         }
-        if let Some(group) = &engine.group {
+        if let Some(group) = self.group {
             group.adopt(&mut command);
         }
         command
     }
 
-    /// One round.
-    pub fn measure(self, plan: Plan) -> Result<Measured, Failure> {
-        let before = lacking_mib();
-        let engine = self.engine(plan)?;
-        if engine.ksm.is_some() {
-            ksm::write("run", 1)?;
-        }
-        let (mut sandboxes, began) = (Vec::new(), Instant::now());
-        for seed in 1..=plan.sandboxes {
-            sandboxes.push(Instance::start(&mut self.command(&engine, seed, plan.mib))?);
-            if seed % 2 == 0 || seed == plan.sandboxes {
-                let pair = &mut sandboxes[(seed - 1) / 2 * 2..];
-                pair.iter().try_for_each(Instance::ready)?;
-                pair.iter_mut().try_for_each(|sandbox| sandbox.send("work"))?;
-                pair.iter().try_for_each(Instance::answer)?;
-            }
-        }
-        let work_s = began.elapsed().as_secs_f64();
-        let pids = engine.pids(&sandboxes);
-        let each = |mib: f64| mib / plan.sandboxes as f64;
-        let busy_mib = each(engine.held_mib(&pids));
-        std::thread::sleep(plan.settles);
-        engine.take_idle_memory()?;
-        let (idle_mib, host_idle_mib) = (each(engine.held_mib(&pids)), each(lacking_mib() - before));
-        let cpu = || pids.iter().filter_map(|pid| procfs::cpu_ns(*pid)).sum::<u64>();
-        let (began, cpu_before) = (Instant::now(), cpu());
-        std::thread::sleep(plan.waits);
-        let cpu_ns = cpu().saturating_sub(cpu_before) as f64;
-        let idle_cpu_percent = 100.0 * cpu_ns / began.elapsed().as_nanos() as f64 / plan.sandboxes as f64;
-        let mut is_right = true;
-        let mut check = |answer: Result<(), String>| {
-            if let Err(why) = answer {
-                eprintln!("  {}: {why}", self.name());
-                is_right = false;
-            }
-        };
-        let at_once = (plan.sandboxes / 2).min(AT_ONCE);
-        let (several, singly) = sandboxes.split_at_mut(at_once);
-        let mut ask_singly = |sandboxes: &mut [Instance]| {
-            let ask = |sandbox: &mut Instance| {
-                let began = Instant::now();
-                check(sandbox.ask("reply"));
-                began.elapsed().as_secs_f64() * 1000.0
-            };
-            sandboxes.iter_mut().map(ask).collect::<Vec<f64>>()
-        };
-        let times = ask_singly(singly);
-        let longest = times.iter().copied().fold(f64::NAN, f64::max);
-        // The policy sees that they have woken, and that they wait again.
-        std::thread::sleep(plan.waits);
-        engine.take_idle_memory()?;
-        let again_p50_ms = stats::median(ask_singly(singly));
-        let began = Instant::now();
-        several.iter_mut().for_each(|sandbox| check(sandbox.send("reply")));
-        several.iter().for_each(|sandbox| check(sandbox.answer()));
-        let at_once_max_ms = began.elapsed().as_secs_f64() * 1000.0;
-        sandboxes.iter_mut().for_each(|sandbox| check(sandbox.ask("compare")));
-        Ok(Measured {
-            busy_mib,
-            idle_mib,
-            host_idle_mib,
-            idle_cpu_percent,
-            one: (stats::median(times), longest),
-            at_once_max_ms,
-            again_p50_ms,
-            work_s,
-            is_right,
-        })
+    /// Starts a sandbox and has it do its work.
+    pub fn sandbox(&self, seed: usize, mib: usize) -> Result<Instance, Failure> {
+        let mut sandbox = Instance::start(&mut self.command(seed, mib))?;
+        sandbox.ready()?;
+        sandbox.ask("work")?;
+        Ok(sandbox)
     }
-}
 
-impl RunningEngine {
+    /// Has the memory of one sandbox leave now, in the way of the engine; `group` is the sandbox's own.
+    pub fn park(&self, sandbox: &Instance, group: Option<&Group>) -> Result<(), Failure> {
+        if let Some(daemon) = &self.daemon {
+            moved(&daemon.socket, &Request::Park { clients: ClientSelector::Pid(sandbox.pid()) })?;
+        }
+        if let Some(group) = group {
+            // The kernel takes what it can, and says that it is not all.
+            group.limit_to(group.used() / RECLAIM_TO);
+            group.lift();
+        }
+        Ok(())
+    }
+
     /// Has idle memory leave, in the way of the engine.
-    fn take_idle_memory(&self) -> Result<(), Failure> {
+    pub fn take_idle_memory(&self) -> Result<(), Failure> {
         if let Some(daemon) = &self.daemon {
             wait_for("the policy to park all sandboxes", PARK_MAX, || {
                 let clients = daemon.status().ok()?.cold.clients;
                 (!clients.is_empty() && clients.iter().all(|client| client.activity == Activity::Parked)).then_some(())
             })?;
-            if self.writes_file {
+            if self.way == Way::File {
                 let mut least = (u64::MAX, Instant::now());
                 wait_for("the tier to write what is parked to its file", PARK_MAX, || {
                     let domain = daemon.status().ok()?.cold.domains.pop()?;
@@ -242,9 +217,7 @@ impl RunningEngine {
                 })?;
             }
         }
-        if let Some(group) = &self.group {
-            // The kernel swaps before it drops the file cache.
-            group.set(&[("memory.swappiness", "100")]);
+        if let Some(group) = self.group.filter(|_| self.way.swaps()) {
             group.limit(group.used() / RECLAIM_TO)?;
             group.lift();
         }
@@ -252,14 +225,14 @@ impl RunningEngine {
     }
 
     /// What these processes hold, and what was taken from them and is in memory still, in MiB.
-    fn held_mib(&self, pids: &[i32]) -> f64 {
+    pub fn held_mib(&self, pids: &[i32]) -> f64 {
         let shares: u64 = pids.iter().filter_map(|pid| procfs::memory(*pid).ok()).map(|memory| memory.pss).sum();
         let compressed = if self.zswap.is_some() { Zswap::bytes().0 } else { 0.0 };
         (shares as f64 + compressed) / f64::from(1 << 20)
     }
 
     /// The processes that the bench measures: the sandboxes, the daemon, the kernel's scanner.
-    fn pids(&self, sandboxes: &[Instance]) -> Vec<i32> {
+    pub fn pids(&self, sandboxes: &[Instance]) -> Vec<i32> {
         let mut pids: Vec<i32> = sandboxes.iter().flat_map(Instance::pids).collect();
         pids.extend(self.daemon.as_ref().map(Daemon::pid));
         if self.ksm.is_some() {
@@ -269,12 +242,9 @@ impl RunningEngine {
     }
 }
 
-/// Memory that the host lacks, in MiB: the median of some looks.
-fn lacking_mib() -> f64 {
-    let look = |_| {
-        std::thread::sleep(Duration::from_millis(300));
-        let (available, total) = procfs::available_and_total();
-        (total - available) as f64 / f64::from(1 << 20)
-    };
-    stats::median((0..5).map(look))
+/// A group of which the kernel swaps before it drops the file cache.
+pub fn swapped_group(name: &str) -> io::Result<Group> {
+    let group = Group::of_run(name)?;
+    group.set(&[("memory.swappiness", "100")]);
+    Ok(group)
 }
