@@ -118,7 +118,7 @@ fn make(device: Option<&Fd>) -> Result<ColdSession> {
     let maps = Maps::open()?;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     let hold = Uffd::bare(device)?;
-    let residency_fd = memfd::create(residency_map::FILE_NAME, residency_map::FILE_BYTES as u64)?;
+    let residency_fd = memfd::create(residency_map::FILE_NAME, residency_map::FILE_BYTES_WITH_WAKINGS as u64)?;
     memfd::add_seals(&residency_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
     let map = mem::Mapping::file(residency_fd.raw(), 0, residency_map::FILE_BYTES, mem::READ_WRITE, libc::MAP_SHARED)?;
     owned_ranges::hide(&map);

@@ -2,6 +2,7 @@
 //!
 //! A sealed memory file: a head, and for each 2 MiB chunk of addresses in use a key and 512 bytes, one per page. The map says
 //! *where* a page is, the tier knows *what* it holds. The map lives as long as its file, whatever happens to agent or daemon.
+//! Behind it the daemon writes what the client touched first when it last woke (`wakings`).
 //!
 //! **The owner lock.** A thread that changes a state, or reads events of the client's userfaultfd, holds the owner lock: one
 //! word in the head, which names the holder or is free. So no event is served while the agent has pages frozen, and no page is
@@ -15,10 +16,12 @@ mod events;
 mod hints;
 mod journal;
 mod owner_lock;
+mod wakings;
 
 pub use events::{apply_event, poison_evicted};
 pub use hints::{HINTS, Hint};
 pub use owner_lock::{OWNER_AGENT, OWNER_DAEMON, OWNER_NONE};
+pub use wakings::{FILE_BYTES_WITH_WAKINGS, WAKING_RUNS, WAKINGS_BYTES, WakingRuns};
 
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use pagefold_os::{PAGE_SIZE, Range};
@@ -44,7 +47,7 @@ const PROBE_IDLE_MAX: usize = 1024;
 const KEYS: usize = PAGE_SIZE;
 const LAST_DISCARDS: usize = KEYS + CHUNKS * 8;
 const STATES: usize = LAST_DISCARDS + CHUNKS * 8;
-/// Length of the file. It is sparse, and costs 528 bytes per chunk in use.
+/// Length of the map, and least length of the file. It is sparse, and costs 528 bytes per chunk in use.
 pub const FILE_BYTES: usize = STATES + CHUNKS * CHUNK_PAGES;
 
 /// The page is resident, or was never touched: the tier has nothing to do with it.

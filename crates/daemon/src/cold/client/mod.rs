@@ -40,7 +40,7 @@ use pagefold_os::mem::Mapping;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range, sched};
-use pagefold_protocol::residency_map::{self, OWNER_DAEMON, ResidencyMap};
+use pagefold_protocol::residency_map::{self, OWNER_DAEMON, ResidencyMap, WakingRuns};
 use pagefold_tier::Tier;
 use pagefold_tier::policy::Window;
 use std::collections::{BTreeMap, HashSet};
@@ -228,6 +228,14 @@ impl Client {
         if !table.is_valid() {
             return Err(Errno(libc::EPROTO));
         }
+        let wakings = if len < residency_map::FILE_BYTES_WITH_WAKINGS as u64 {
+            Wakings::default()
+        } else {
+            let bytes = residency_map::WAKINGS_BYTES;
+            let map = Mapping::file(table_fd.raw(), residency_map::FILE_BYTES as u64, bytes, prot, libc::MAP_SHARED)?;
+            // SAFETY: the file is so long and sealed against shrinking, and the mapping goes along.
+            Wakings::written_to(unsafe { WakingRuns::at(map.addr()) }, map)
+        };
         Ok(Client {
             client_id,
             token,
@@ -263,7 +271,7 @@ impl Client {
             moved_at_once: AtomicBool::new(false),
             eviction: Mutex::default(),
             idleness: Mutex::default(),
-            wakings: Wakings::default(),
+            wakings,
             limits: MemoryLimits::of(pid),
             leaving: AtomicU64::new(0),
             prefetcher,

@@ -1,6 +1,10 @@
 //! What a parked client touches first when it wakes: remembered, and brought back ahead of its faults at the next waking.
+//!
+//! It is written behind the client's residency map too, for the next daemon.
 
+use pagefold_os::mem::Mapping;
 use pagefold_os::sync::lock;
+use pagefold_protocol::residency_map::{WAKING_RUNS, WakingRuns};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -12,7 +16,11 @@ const WAKING_NS: u64 = 1_000_000_000;
 const PAGES_MAX: u64 = 8192;
 
 /// Most runs of pages.
-const RUNS_MAX: usize = 2048;
+const RUNS_MAX: usize = WAKING_RUNS;
+/// Pages have smaller numbers. A client could write others.
+const PAGE_END: u64 = 1 << 35;
+/// And so have runs.
+const NUMBER_END: u64 = 1 << 48;
 /// A client that faults so many runs ahead of what comes back has overtaken it; farther ahead it goes another way.
 const OVERTAKEN_MAX: u64 = 64;
 
@@ -41,21 +49,32 @@ struct Touched {
     first: u64,
     /// The number of the run that comes back next.
     next: u64,
+    /// Where they are written, and what keeps that mapped.
+    written: Option<(WakingRuns, Mapping)>,
 }
 
 impl Touched {
     fn add(&mut self, run: &Range<u64>) {
-        if self.places.range(..run.end).next_back().is_some_and(|(_, (end, _))| run.start < *end) {
+        let is_there = self.places.range(..run.end).next_back().is_some_and(|(_, (end, _))| run.start < *end);
+        if is_there || run.end > PAGE_END {
             return;
         }
+        let number = self.first + self.runs.len() as u64;
         self.pages += run.end - run.start;
-        self.places.insert(run.start, (run.end, self.first + self.runs.len() as u64));
+        self.places.insert(run.start, (run.end, number));
         self.runs.push_back(run.clone());
         while self.pages > PAGES_MAX || self.runs.len() > RUNS_MAX {
             let Some(oldest) = self.runs.pop_front() else { break };
             self.pages -= oldest.end - oldest.start;
             self.places.remove(&oldest.start);
+            if let Some((written, _)) = &self.written {
+                written.remove(self.first);
+            }
             self.first += 1;
+        }
+        // Last: the place may be that of the oldest.
+        if let Some((written, _)) = &self.written {
+            written.set(number, run);
         }
     }
 
@@ -80,6 +99,17 @@ impl Touched {
 }
 
 impl Wakings {
+    /// The wakings that an earlier daemon wrote to `written`, which `map` keeps mapped, and those that are written there from now on.
+    pub(crate) fn written_to(written: WakingRuns, map: Mapping) -> Wakings {
+        let (runs, next) = written.all();
+        let runs: Vec<Range<u64>> = runs.collect();
+        let first = (next % NUMBER_END).saturating_sub(runs.len() as u64);
+        let mut touched = Touched { first, next: first, ..Touched::default() };
+        runs.iter().for_each(|run| touched.add(run));
+        touched.written = Some((written, map));
+        Wakings { touched: Mutex::new(touched), ..Wakings::default() }
+    }
+
     /// The client is parked at the moment `now_ns`. A waking that is still under way goes on.
     pub(crate) fn sleep(&self, now_ns: u64) {
         let state = self.state.load(Ordering::Relaxed);
@@ -148,6 +178,8 @@ impl Wakings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_os::memfd;
+    use pagefold_protocol::residency_map::WAKINGS_BYTES;
 
     /// A moment long after the clock began.
     const T: u64 = 1 << 50;
@@ -211,6 +243,41 @@ mod tests {
         wakings.sleep(2 * T + 1);
         wakings.note_fault(2..3, 2 * T + 2);
         assert!(!wakings.take_due());
+    }
+
+    /// More than once, for the numbers of runs go on.
+    #[test]
+    fn the_next_daemon_knows_what_the_last_waking_touched() {
+        let file = memfd::create(c"wakings", WAKINGS_BYTES as u64).unwrap();
+        let daemon = || {
+            let prot = libc::PROT_READ | libc::PROT_WRITE;
+            let map = Mapping::file(file.raw(), 0, WAKINGS_BYTES, prot, libc::MAP_SHARED).unwrap();
+            // SAFETY: of that length, and no other code has the file.
+            Wakings::written_to(unsafe { WakingRuns::at(map.addr()) }, map)
+        };
+        let mut expected: Vec<u64> = Vec::new();
+        for turn in 0..5 {
+            let wakings = daemon();
+            assert_eq!(wakings.next(usize::MAX), expected, "turn {turn}");
+            // A greeting makes a second one of a client that is known.
+            drop(daemon());
+            wakings.sleep(T);
+            let touched = (0..700).map(|page| (turn * 700 + 699 - page) * 3);
+            touched.clone().for_each(|page| wakings.note_fault(page..page + 2, T));
+            expected.extend(touched.flat_map(|page| [page, page + 1]));
+            expected.drain(..expected.len().saturating_sub(2 * RUNS_MAX));
+        }
+        // A client may write anything there, which then comes back at its own cost.
+        let rest = file.raw();
+        let map = Mapping::file(rest, 0, WAKINGS_BYTES, libc::PROT_WRITE, libc::MAP_SHARED).unwrap();
+        for byte in [0xff, 0x01, 0x7f] {
+            // SAFETY: all of the mapping, of which this is the only user.
+            unsafe { std::ptr::write_bytes(map.addr() as *mut u8, byte, WAKINGS_BYTES) };
+            let wakings = daemon();
+            wakings.sleep(T);
+            (0..10).for_each(|page| wakings.note_fault(page..page + 1, T));
+            assert!(wakings.next(usize::MAX).iter().all(|page| *page < PAGE_END));
+        }
     }
 
     /// A client that touches all of its memory in a second takes no more of the daemon's than others.
