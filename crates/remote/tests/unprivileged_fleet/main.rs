@@ -10,7 +10,7 @@ use pagefold_image::digest::Digest;
 use pagefold_image::fleet::{self, Head, Indexed, Manifest, PIECE, Place};
 use pagefold_image::progress::Progress;
 use pagefold_image::tree::{Data, FileKind, Inode, Meta, Tree};
-use pagefold_image::{erofs, stat};
+use pagefold_image::{erofs, gc as local_gc, stat};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -238,6 +238,50 @@ fn pushes_at_the_same_time_lose_nothing() {
     for (address, number) in addresses.iter().zip(1..) {
         ok(&run(&there, "pull", address, address));
         assert!(there.file(address, "app").unwrap() == noise(10 + number, 100_000), "{address}");
+    }
+}
+
+/// `PAGEFOLD_PULLS=N` starts N pulls at the same time, `PAGEFOLD_PULL_ROUNDS=N` does so N times.
+#[test]
+fn pulls_and_kills_at_the_same_time_leave_a_whole_store() {
+    let setting = |name: &str, usual| std::env::var(name).map_or(usual, |text| text.parse::<u32>().unwrap());
+    let (fleet, here, there) = (Fleet::new(), Host::new(), Host::new());
+    for number in 1..=2 {
+        build(&here, &format!("image-{number}"), &version(number));
+        ok(&run(&here, "push", &format!("image-{number}"), &fleet.address(&format!("app:{number}"))));
+    }
+    let mut dice = noise(99, 4096).into_iter().cycle();
+    let mut die = |sides: u8| dice.next().unwrap() % sides;
+    for round in 0..setting("PAGEFOLD_PULL_ROUNDS", 2) {
+        let start = |number| {
+            let address = fleet.address(&format!("app:{}", 1 + number % 2));
+            let mut command = there.command("pull", &format!("name-{number}"), &address);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let running: Vec<_> = (0..setting("PAGEFOLD_PULLS", 8)).map(start).collect();
+        // What is collected meanwhile is nothing that a pull has or needs.
+        if there.store_path().exists() {
+            local_gc::collect(&there.store(), false).unwrap();
+        }
+        for (mut child, number) in running.into_iter().zip(0..) {
+            if die(2) == 0 {
+                std::thread::sleep(std::time::Duration::from_millis(u64::from(die(40))));
+                child.kill().unwrap();
+                child.wait().unwrap();
+                continue;
+            }
+            ok(&child.wait_with_output().unwrap());
+            let (path, content) = ("app", noise(11 + number % 2, 100_000));
+            assert!(there.file(&format!("name-{number}"), path).unwrap() == content, "round {round}, pull {number}");
+        }
+        assert!(stat::verify(&there.store(), &[], false).unwrap().damaged.is_empty());
+        // Nothing of the killed ones stays, and nothing of the others is lost.
+        let store = there.store();
+        store.images().unwrap().iter().for_each(|image| drop(store.remove(&image.name)));
+        local_gc::collect(&store, false).unwrap();
+        let left = |place: &str| fs::read_dir(there.store_path().join("domains/default").join(place)).unwrap().count();
+        assert_eq!((left("staging"), left("leases"), left("images")), (0, 0, 0));
+        assert_eq!(stat::stat(&store, &[]).unwrap().0.objects, 0);
     }
 }
 
