@@ -176,22 +176,51 @@ fn a_tracer_that_is_killed_at_any_instant_is_not_missed() {
     server.check("check 1");
 }
 
+/// Two programs that share their area, and whether they do.
+fn merged_pair(program: &Path, host: &Host) -> (Vec<Server>, impl Fn(&Host) -> bool + use<>) {
+    let servers: Vec<Server> = [0, 0].map(|threads| start(program, threads)).into();
+    for server in &servers {
+        attach_to(host, server, &[]);
+    }
+    let pids: Vec<i32> = servers.iter().map(Server::pid).collect();
+    let is_merged = move |host: &Host| {
+        let status = host.status();
+        let count = status["clients"].as_array().map_or(0, Vec::len);
+        count == 2 && pids.iter().all(|pid| shared_pages_in(&status, *pid) >= PAGES * 9 / 10)
+    };
+    wait_for("both to share their area", 120, || is_merged(host));
+    (servers, is_merged)
+}
+
+/// The daemon lives: it has another keeper at once, and children that were forked meanwhile wait for that only.
+#[test]
+fn forked_children_go_to_the_next_keeper() {
+    let Some(program) = program() else { return };
+    let host = Host::start(&[]);
+    let (mut servers, is_merged) = merged_pair(program, &host);
+    for _ in 0..3 {
+        let keeper = host.keeper_pid().expect("a keeper");
+        common::cold::kill(keeper);
+        wait_for("the keeper to have ended", 60, || common::cold::has_ended(keeper));
+        for word in ["keep 10", "tell 2", "fork 2", "end 0"] {
+            servers[0].check(word);
+        }
+        wait_for("the next keeper", 60, || host.keeper_pid().is_some_and(|next| next != keeper));
+        wait_for("both to share their area", 120, || {
+            servers.iter_mut().for_each(|server| _ = server.check("reset 1"));
+            common::comes(5, || is_merged(&host))
+        });
+    }
+    servers.iter_mut().for_each(|server| _ = server.check("check 1"));
+    host.verify();
+}
+
 /// What a child has discarded is known to the keeper alone, which outlives daemons; without it children wait.
 #[test]
 fn forked_children_outlive_daemons() {
     let Some(program) = program() else { return };
     let mut host = Host::start(&[]);
-    let mut servers: Vec<Server> = [0, 0].map(|threads| start(program, threads)).into();
-    for server in &servers {
-        attach_to(&host, server, &[]);
-    }
-    let pids: Vec<i32> = servers.iter().map(Server::pid).collect();
-    let is_merged = |host: &Host| {
-        let status = host.status();
-        let count = status["clients"].as_array().map_or(0, Vec::len);
-        count == 2 && pids.iter().all(|pid| shared_pages_in(&status, *pid) >= PAGES * 9 / 10)
-    };
-    wait_for("both to share their area", 120, || is_merged(&host));
+    let (mut servers, is_merged) = merged_pair(program, &host);
     let keeper = host.keeper_pid().expect("a keeper");
     let [server, _] = &mut servers[..] else { unreachable!() };
     // More than one bundle of anything; some are forked while there is no daemon.

@@ -145,7 +145,13 @@ impl Host {
         self.wait();
     }
 
+    /// Kills daemon and keeper: either would replace the other, so the daemon stands still while the keeper ends.
     pub fn kill_all(&mut self) {
+        let output = self.tool(&["status", "--json"]);
+        let status = serde_json::from_slice::<Value>(&output.stdout).unwrap_or_default();
+        let child = if matches!(self.child.try_wait(), Ok(None)) { self.child.id() as i32 } else { 0 };
+        let daemons = [status["pid"].as_i64().unwrap_or(0) as i32, child];
+        daemons.into_iter().for_each(|daemon| signal(daemon, libc::SIGSTOP));
         if let Some(keeper) = self.keeper_pid() {
             kill(keeper);
             // No panic here: it would hide the panic of a failed test.
@@ -153,12 +159,10 @@ impl Host {
                 eprintln!("the keeper {keeper} does not end");
             }
         }
-        let _ = self.child.kill();
+        daemons.into_iter().for_each(kill);
         let _ = self.child.wait();
-        let output = self.tool(&["status", "--json"]);
-        if let Ok(status) = serde_json::from_slice::<Value>(&output.stdout) {
-            kill(status["pid"].as_i64().unwrap_or(0) as i32);
-        }
+        // Until it has ended it holds the lock.
+        comes(PATIENCE, || daemons.into_iter().all(|daemon| daemon < 2 || has_ended(daemon)));
     }
 }
 
@@ -179,9 +183,13 @@ pub fn has_ended(pid: i32) -> bool {
 }
 
 pub fn kill(pid: i32) {
+    signal(pid, libc::SIGKILL);
+}
+
+fn signal(pid: i32, signal: i32) {
     if pid > 1 {
         // SAFETY: a process that this test started.
-        unsafe { libc::kill(pid, libc::SIGKILL) };
+        unsafe { libc::kill(pid, signal) };
     }
 }
 

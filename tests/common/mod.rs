@@ -347,7 +347,7 @@ impl Server {
         pages.unwrap_or_else(|| panic!("the client found wrong bytes, or died: {line:?}"))
     }
 
-    /// Gives a command that has no answer.
+    /// Gives a command, and does not wait for its answer.
     pub fn tell(&mut self, word: &str) {
         writeln!(self.input, "{word}").expect("it reads");
     }

@@ -15,12 +15,13 @@
 #include <unistd.h>
 
 #define PAGE 4096ul
-#define PAGES 4096ul
 
 static unsigned char *area;
+/* Its length in pages: as many as `AREA_PAGES` says. */
+static unsigned long pages = 4096;
 /* What page i holds: 0 the bytes that all instances have, DISCARDED zeros, anything else a version of its own. */
 #define DISCARDED UINT32_MAX
-static uint32_t version[PAGES];
+static uint32_t *version;
 static volatile int churning;
 static volatile unsigned long churned;
 
@@ -47,7 +48,7 @@ static uint64_t seed = FIRST_STATE;
 
 static void check(const char *what)
 {
-	for (unsigned long i = 0; i < PAGES; i++)
+	for (unsigned long i = 0; i < pages; i++)
 		compare(what, area + i * PAGE, i, version[i]);
 }
 
@@ -55,9 +56,9 @@ static void check(const char *what)
 static void discard(unsigned long count, uint64_t *state, const char *what)
 {
 	while (count--) {
-		unsigned long first = below(state, PAGES), len = 1 + below(state, 16);
-		if (first + len > PAGES)
-			len = PAGES - first;
+		unsigned long first = below(state, pages), len = 1 + below(state, 16);
+		if (first + len > pages)
+			len = pages - first;
 		if (madvise(area + first * PAGE, len * PAGE, MADV_DONTNEED))
 			fail("madvise", first);
 		for (unsigned long i = first; i < first + len; i++) {
@@ -74,7 +75,7 @@ static void discard(unsigned long count, uint64_t *state, const char *what)
 static void writes(unsigned long count)
 {
 	while (count--) {
-		unsigned long i = below(&seed, PAGES);
+		unsigned long i = below(&seed, pages);
 		version[i] = 1 + below(&seed, 1000);
 		fill(area + i * PAGE, i, version[i]);
 	}
@@ -182,7 +183,7 @@ static void moves(unsigned long count)
 	const int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
 	unsigned char *away = mmap(NULL, 64 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	while (count--) {
-		unsigned long first = below(&seed, PAGES - 64), len = 1 + below(&seed, 64);
+		unsigned long first = below(&seed, pages - 64), len = 1 + below(&seed, 64);
 		unsigned char *at = area + first * PAGE;
 		/* One mapping at a time, as the kernel wants it: pieces of one page always are. */
 		for (unsigned long i = 0; i < len; i++) {
@@ -263,9 +264,14 @@ int main(int argc, char **argv)
 	unsigned long count;
 	/* As the heaps of some runtimes. */
 	int execute = getenv("EXECUTABLE") ? PROT_EXEC : 0;
-	area = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE | execute, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (getenv("AREA_PAGES"))
+		pages = strtoul(getenv("AREA_PAGES"), NULL, 10);
+	version = calloc(pages, sizeof *version);
+	if (!version || pages < 128)
+		return 2;
+	area = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE | execute, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	seed += getpid();
-	for (unsigned long i = 0; i < PAGES; i++)
+	for (unsigned long i = 0; i < pages; i++)
 		fill(area + i * PAGE, i, 0);
 	churning = 1;
 	for (int i = 0; i < threads && i < 15; i++)
@@ -276,7 +282,7 @@ int main(int argc, char **argv)
 		if (!strcmp(what, "check"))
 			check("check");
 		else if (!strcmp(what, "reset"))
-			for (unsigned long i = 0; i < PAGES; i++) {
+			for (unsigned long i = 0; i < pages; i++) {
 				version[i] = 0;
 				fill(area + i * PAGE, i, 0);
 			}
@@ -289,7 +295,7 @@ int main(int argc, char **argv)
 		else if (!strcmp(what, "move"))
 			moves(count);
 		else if (!strcmp(what, "mark")) {
-			if (madvise(area, PAGES * PAGE, MADV_MERGEABLE))
+			if (madvise(area, pages * PAGE, MADV_MERGEABLE))
 				fail("MADV_MERGEABLE", 0);
 		} else if (!strcmp(what, "keep"))
 			keep(count);

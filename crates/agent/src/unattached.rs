@@ -11,6 +11,10 @@ pub(crate) const fn new_socket_for_children() -> Result<Option<(Fd, Fd)>> {
 
 pub(crate) fn begin_children(_: Fd) {}
 
+pub(crate) const fn socket_for_children() -> i32 {
+    -1
+}
+
 pub(crate) const fn is_asked_to_leave() -> bool {
     false
 }

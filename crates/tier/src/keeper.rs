@@ -318,6 +318,14 @@ impl Keeper {
         }
     }
 
+    /// A descriptor that hangs up when the keeper ends.
+    ///
+    /// # Errors
+    /// As dup(2).
+    pub fn liveness(&self) -> io::Result<Fd> {
+        self.socket.duplicate().map_err(to_io)
+    }
+
     /// Stores descriptors under `name`, instead of earlier ones.
     ///
     /// # Errors

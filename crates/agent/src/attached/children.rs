@@ -19,6 +19,11 @@ static SOCKET: AtomicI32 = AtomicI32::new(-1);
 /// Descriptors of children that wait, -1 in free places. Only the agent's first thread reads the events of forks, and connects.
 static WAITING: [AtomicI32; WAITING_MAX] = [const { AtomicI32::new(-1) }; WAITING_MAX];
 
+/// The socket by which children go, to be polled for its end: the keeper may end before the daemon does.
+pub(crate) fn socket() -> i32 {
+    SOCKET.load(Ordering::Relaxed)
+}
+
 /// A socket for children, both ends, if the one there was leads nowhere any more.
 pub(crate) fn new_socket() -> pagefold_os::raw::Result<Option<(Fd, Fd)>> {
     let mut poll = [libc::pollfd { fd: SOCKET.load(Ordering::Relaxed), events: 0, revents: 0 }];

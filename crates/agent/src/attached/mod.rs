@@ -12,7 +12,9 @@
 mod c_functions;
 mod children;
 
-pub(crate) use children::{adopt_child, begin as begin_children, new_socket as new_socket_for_children};
+pub(crate) use children::{
+    adopt_child, begin as begin_children, new_socket as new_socket_for_children, socket as socket_for_children,
+};
 
 use crate::owned_ranges::{self, Owned};
 use crate::runtime::thread::exit_thread;

@@ -13,6 +13,7 @@ use super::threads;
 use crate::domain_key::DomainKey;
 use pagefold_os::cpu_latency::Awake;
 use pagefold_os::sync::lock;
+use pagefold_os::wait::Bell;
 use pagefold_tier::keeper::Keeper;
 use pagefold_tier::{Backing, BackingFile, Tier};
 use std::ffi::OsStr;
@@ -40,6 +41,8 @@ pub(crate) struct Tiers {
     pub(crate) groups: Arc<Groups>,
     pub(crate) keeper: Arc<Mutex<Option<Keeper>>>,
     pub(crate) keeper_path: PathBuf,
+    /// There is another keeper.
+    pub(crate) keeper_changed: Bell,
     /// Children that wait for pages as long as they live.
     pub(crate) pending_children: Arc<PendingChildren>,
     pub(crate) awake: Arc<Awake>,
@@ -63,6 +66,7 @@ impl Tiers {
             pending_children: Arc::new(PendingChildren::new(Arc::clone(&keeper))),
             keeper,
             keeper_path: keeper_path(socket),
+            keeper_changed: Bell::new().expect("the first descriptors are there"),
             awake,
             closing: Arc::default(),
             is_keeper_missed: AtomicBool::new(false),

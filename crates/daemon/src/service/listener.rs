@@ -1,6 +1,6 @@
 //! The listener: makes the daemon's socket, accepts connections until the daemon stops, and cleans up.
 
-use crate::cold::handover::{adopt, shutdown};
+use crate::cold::handover::{adopt, keeper, shutdown};
 use crate::service::daemon::Daemon;
 use crate::service::{admission, attach, control, http, idle, metrics, sampler, started_programs, web};
 use pagefold_os::fd::{self, Fd};
@@ -117,6 +117,11 @@ fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<Served
     adopt::adopt(&daemon.cold).map_err(|error| with_subject("the keeper", &error))?;
     let live = daemon.live.clone();
     let monitor = thread::Builder::new().name("monitor".into()).spawn(move || live.monitor())?;
+    if daemon.config.cold.keeper.is_some() {
+        let keeping = daemon.clone();
+        let watches = move || keeper::replace_ended(&keeping.cold, keeping.stopped.fd());
+        thread::Builder::new().name("keeper-watch".into()).spawn(watches)?;
+    }
     if !daemon.config.attach.is_empty() {
         let attaching = daemon.clone();
         thread::Builder::new().name("attach".into()).spawn(move || attach::follow_rules(&attaching))?;

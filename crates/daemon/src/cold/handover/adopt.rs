@@ -68,6 +68,7 @@ pub(crate) fn adopt(tiers: &Tiers) -> io::Result<()> {
     tiers.pending_children.adopt(&keeper, &names);
     let _ = keeper.supervise(&tiers.config.successor);
     *lock(&tiers.keeper) = Some(keeper);
+    tiers.keeper_changed.ring();
     for group in groups {
         for client in lock(&group.clients).values() {
             threads::start_client(&group, client).map_err(|error| {

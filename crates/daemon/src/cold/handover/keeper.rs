@@ -2,7 +2,7 @@
 //!
 //! A tier leaves its arena and its file there, a client its userfaultfd, table and page map, each under a name that tells a
 //! successor what they belong to. The service manager, if there is one, is left the same. A keeper that has ended is replaced
-//! with the next greeting, and the new one is given everything.
+//! immediately, and the new one is given everything.
 //!
 //! It also answers for the memory of children that attached programs fork.
 
@@ -14,6 +14,9 @@ use pagefold_tier::keeper::Keeper;
 use std::io;
 use std::sync::atomic::Ordering;
 use std::thread;
+
+/// Time between two attempts to start a keeper, in milliseconds.
+const RETRY_MS: i32 = if cfg!(test) { 20 } else { 5000 };
 
 /// Starts the keeper, or replaces it, if there is none that lives.
 pub(crate) fn ensure_keeper(tiers: &Tiers) {
@@ -53,6 +56,29 @@ pub(crate) fn ensure_keeper(tiers: &Tiers) {
         lock(&group.clients).values().for_each(|client| drop(deposit_client(&group, keeper, client)));
     }
     tiers.pending_children.deposit(keeper);
+    tiers.keeper_changed.ring();
+}
+
+/// Replaces each keeper that ends, until `stopped` is readable.
+pub(crate) fn replace_ended(tiers: &Tiers, stopped: &Fd) {
+    loop {
+        let liveness = lock(&tiers.keeper).as_ref().map(Keeper::liveness).transpose();
+        let has_failed = liveness.is_err() || tiers.is_keeper_missed.load(Ordering::Relaxed);
+        let keeper = liveness.ok().flatten();
+        let [keeper, stopped, changed] =
+            [keeper.as_ref(), Some(stopped), Some(tiers.keeper_changed.fd())].map(|fd| fd.map_or(-1, Fd::raw));
+        // A keeper says nothing without being asked: only its end can be seen.
+        let mut polls = [(keeper, libc::POLLRDHUP), (stopped, libc::POLLIN), (changed, libc::POLLIN)]
+            .map(|(fd, events)| libc::pollfd { fd, events, revents: 0 });
+        let ready = pagefold_os::fd::poll(&mut polls, if has_failed { RETRY_MS } else { -1 });
+        if polls[1].revents != 0 {
+            return;
+        }
+        tiers.keeper_changed.hush();
+        if ready == Ok(0) || polls[0].revents != 0 {
+            ensure_keeper(tiers);
+        }
+    }
 }
 
 /// Leaves the forked children that come from `socket` to the keeper.
@@ -79,7 +105,9 @@ pub(crate) mod tests {
     use super::*;
     use crate::cold::config::Config;
     use pagefold_os::sock;
+    use pagefold_os::wait::Bell;
     use std::os::unix::ffi::OsStrExt;
+    use std::time::{Duration, Instant};
 
     /// Runs `act` beside a keeper at `path` that answers each question as told: a status and names. Returns what `act` did
     /// and the questions.
@@ -123,6 +151,31 @@ pub(crate) mod tests {
             stop.store(true, Ordering::Release);
             (done, keeper.join().unwrap())
         })
+    }
+
+    /// Without a greeting, which may be long in coming.
+    #[test]
+    fn a_keeper_that_has_ended_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() };
+        let cold = Tiers::new(config, &dir.path().join("s"));
+        let stopped = Bell::new().unwrap();
+        let right = |_: &[u8], _| vec![0];
+        with_keeper(&cold.keeper_path, right, || ensure_keeper(&cold));
+        std::fs::remove_file(&cold.keeper_path).unwrap();
+        thread::scope(|scope| {
+            let replacing = scope.spawn(|| replace_ended(&cold, stopped.fd()));
+            let deadline = Instant::now() + Duration::from_secs(60);
+            let has_one = || lock(&cold.keeper).as_ref().is_some_and(lives);
+            let (_, asked) = with_keeper(&cold.keeper_path, right, || {
+                while !has_one() && Instant::now() < deadline {
+                    thread::sleep(Duration::from_millis(5));
+                }
+            });
+            stopped.ring();
+            replacing.join().unwrap();
+            assert_eq!(asked.iter().filter(|question| question[0] == b'S').count(), 1, "{asked:?}");
+        });
     }
 
     /// A keeper takes the end of its connection for the end of its daemon, and starts another.
