@@ -1,4 +1,4 @@
-//! `pagefold image pull`, `push` and `gc --remote` run the program that talks to registries.
+//! `pagefold image pull`, `push` and all that has `--remote` run the program that talks to registries.
 
 use crate::tool::{Tool, text};
 use std::os::unix::fs::PermissionsExt;
@@ -56,6 +56,13 @@ fn the_program_gets_what_the_tool_was_told() {
     let ran = alone(&tool, &["image", "push", "-", "x/y", "--timeout=5", "--json"]).output().expect("the tool runs");
     let words = text(&ran.stdout);
     assert!(words.starts_with("push\n") && words.ends_with("--timeout=5\n--json\n--\nx/y\n"), "{words}");
+    let of_fleet = |words: &[&str]| {
+        let words = [&["image"], words, &["--remote", "s3://bucket/fleet"]].concat();
+        text(&alone(&tool, &words).output().expect("the tool runs").stdout)
+    };
+    assert_eq!(of_fleet(&["ls"]), "ls\n--timeout=30\n--\ns3://bucket/fleet\n");
+    let rm = of_fleet(&["rm", "app:1", "app:2", "--json"]);
+    assert_eq!(rm, "rm\n--timeout=30\n--json\n--\ns3://bucket/fleet\napp:1\napp:2\n");
     let gc = ["image", "gc", "--remote", "s3://bucket/fleet", "--dry-run", "--keep=1h"];
     let words = text(&alone(&tool, &gc).output().expect("the tool runs").stdout);
     let expected = "gc\n--keep=3600\n--wait=900\n--dry-run\n--timeout=30\n--\ns3://bucket/fleet\n";

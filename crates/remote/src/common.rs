@@ -35,7 +35,7 @@ pub struct Server {
     /// One JSON document
     #[arg(long)]
     pub json: bool,
-    /// The image in a registry or in a fleet's store; for gc the store itself
+    /// The image in a registry or in a fleet's store; for ls, rm and gc the store itself
     // Parsed later: a message of the parser of arguments would repeat a password.
     pub reference: String,
 }

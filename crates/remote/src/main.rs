@@ -13,6 +13,7 @@ mod pull;
 mod push;
 mod registry;
 
+use address::Backend;
 use clap::{Parser, Subcommand};
 use common::{Common, Remote, Server};
 use error::Error;
@@ -26,7 +27,7 @@ const THREADS: usize = 2;
 
 /// Pulls images from registries and fleets' stores into a store, and pushes images of a store.
 ///
-/// `pagefold image pull` and `pagefold image push` run it with the store that they have found.
+/// `pagefold image pull` and `push` run it with the store that they have found, and `ls`, `rm` and `gc` with a fleet's store.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
@@ -60,6 +61,19 @@ enum Action {
         /// Name of the image
         #[arg(long)]
         name: String,
+    },
+    /// List the images of a fleet's store
+    Ls {
+        #[command(flatten)]
+        server: Server,
+    },
+    /// Take images away from a fleet's store
+    Rm {
+        #[command(flatten)]
+        server: Server,
+        /// Each NAME[:TAG]
+        #[arg(required = true)]
+        names: Vec<String>,
     },
     /// Remove what no image of a fleet's store needs
     Gc {
@@ -98,11 +112,14 @@ fn run(arguments: Arguments) -> Result<(), Error> {
             Remote::Registry(reference) => push::push(&runtime, &common, reference, &name),
             Remote::Fleet(address) => fleet::push(&runtime, &common, address, &name),
         },
-        Action::Gc { server, wanted } => {
-            let backend = server.reference.parse().map_err(Error::Said)?;
-            runtime.block_on(fleet::collect(&server, &backend, &wanted))
-        }
+        Action::Ls { server } => runtime.block_on(fleet::list(&server, &backend(&server)?)),
+        Action::Rm { server, names } => runtime.block_on(fleet::take_away(&server, &backend(&server)?, &names)),
+        Action::Gc { server, wanted } => runtime.block_on(fleet::collect(&server, &backend(&server)?, &wanted)),
     }
+}
+
+fn backend(server: &Server) -> Result<Backend, Error> {
+    server.reference.parse().map_err(Error::Said)
 }
 
 fn remote(common: &Common) -> Result<Remote, Error> {

@@ -67,13 +67,16 @@ pub enum Action {
     #[command(after_help = "Examples:
   pagefold image ls
   pagefold image ls app:1
-  pagefold image ls app:1 --json | jq -r .path")]
+  pagefold image ls app:1 --json | jq -r .path
+  pagefold image ls --remote s3://BUCKET/fleet")]
     Ls {
         /// Image whose files to list
         name: Option<String>,
-        /// One JSON document; of an image's files one a line
-        #[arg(long)]
-        json: bool,
+        /// List the images of a fleet's store instead: s3://BUCKET/PREFIX, file:///DIR
+        #[arg(long, value_name = "URL", conflicts_with = "name")]
+        remote: Option<String>,
+        #[command(flatten)]
+        registry: RegistryArgs,
     },
     /// Show what images take on disk and in memory, and what sharing saves now
     #[command(after_help = "Examples:
@@ -115,14 +118,17 @@ Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be 
     Gc(GcArgs),
     /// Forget images (gc frees their space)
     #[command(after_help = "Examples:
-  pagefold image rm app:1 app:2 && pagefold image gc")]
+  pagefold image rm app:1 app:2 && pagefold image gc
+  pagefold image rm --remote s3://BUCKET/fleet app:1")]
     Rm {
         /// Images to forget
         #[arg(required = true)]
         names: Vec<String>,
-        /// One JSON document
-        #[arg(long)]
-        json: bool,
+        /// Take them away from a fleet's store instead: s3://BUCKET/PREFIX, file:///DIR
+        #[arg(long, value_name = "URL")]
+        remote: Option<String>,
+        #[command(flatten)]
+        registry: RegistryArgs,
     },
     /// Write an image as tar, OCI layout or self-contained EROFS image
     #[command(after_help = "Examples:
@@ -290,7 +296,7 @@ pub struct PushArgs {
   pagefold image gc --remote s3://BUCKET/fleet --dry-run
 
 With --remote packs go that no image of a fleet's store names. Hosts may push at the same time. It needs pagefold-remote,
-a program of its own, and logins as push does. An image leaves the store when its file images/NAME/TAG is removed.")]
+a program of its own, and logins as push does. image rm --remote takes an image away before.")]
 pub struct GcArgs {
     /// Say what would go, remove nothing
     #[arg(long)]

@@ -13,7 +13,7 @@ use crate::output::print_json;
 use crate::units::{show_counted, show_size};
 use crate::{note, say};
 pub use args::Args;
-use args::{Action, DEFAULT_DOMAIN, GcArgs, MountArgs};
+use args::{Action, DEFAULT_DOMAIN, GcArgs, MountArgs, RegistryArgs};
 use pagefold_image::Error as ImageError;
 use pagefold_image::gc;
 use pagefold_image::mount;
@@ -81,8 +81,13 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Push(push) => return Err(registry::push(&location.root, &location.domain, &push)),
         Action::Mount(mount) => mount_image(&location, &mount)?,
         Action::Umount { mountpoint, lazy, json } => unmount(&mountpoint, lazy, json)?,
-        Action::Ls { name: None, json } => return show::list_images(location.of_images(&[])?.as_ref(), json),
-        Action::Ls { name: Some(name), json } => {
+        Action::Ls { remote: Some(remote), registry, .. } => {
+            return Err(registry::of_fleet("ls", &remote, Vec::new(), &[], &registry));
+        }
+        Action::Ls { name: None, registry: RegistryArgs { json, .. }, .. } => {
+            return show::list_images(location.of_images(&[])?.as_ref(), json);
+        }
+        Action::Ls { name: Some(name), registry: RegistryArgs { json, .. }, .. } => {
             let store = location.of_image(&name)?;
             let (record, _lease) = store.hold(&name)?;
             show::list_files(&store.tree(&record.digest)?, json)?;
@@ -95,10 +100,15 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             return show::verify_images(location.of_images(&names)?.as_ref(), &names, check_frames, json);
         }
         Action::Gc(GcArgs { remote: Some(remote), dry_run, keep, wait, registry }) => {
-            return Err(registry::collect(&remote, dry_run, [keep, wait], &registry));
+            let mut more = vec![format!("--keep={}", keep.as_secs_f64()), format!("--wait={}", wait.as_secs_f64())];
+            more.extend(dry_run.then(|| "--dry-run".into()));
+            return Err(registry::of_fleet("gc", &remote, more, &[], &registry));
         }
         Action::Gc(gc) => return collect(location.of_images(&[])?.as_ref(), gc.dry_run, gc.registry.json),
-        Action::Rm { names, json } => return remove(&location, &names, json),
+        Action::Rm { names, remote: Some(remote), registry } => {
+            return Err(registry::of_fleet("rm", &remote, Vec::new(), &names, &registry));
+        }
+        Action::Rm { names, registry, .. } => return remove(&location, &names, registry.json),
         Action::Export { name, output, format } => {
             export::export_image(&location.of_image(&name)?, &name, &output, format)?;
         }

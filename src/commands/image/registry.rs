@@ -1,5 +1,5 @@
-//! `pagefold image pull`, `push` and `gc --remote`: the program of its own that talks to registries and fleets' stores takes this process
-//! over.
+//! `pagefold image pull`, `push` and all that has `--remote`: the program of its own that talks to registries and fleets' stores
+//! takes this process over.
 
 use super::args::{PullArgs, PushArgs, RegistryArgs};
 use crate::error::Error;
@@ -8,7 +8,6 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 /// The program's name.
 const PROGRAM: &str = "pagefold-remote";
@@ -37,7 +36,7 @@ pub fn pull(store: &Path, domain: &str, args: &PullArgs) -> Error {
         .map(OsString::from),
     );
     more.extend(args.platform.as_ref().map(|platform| format!("--platform={platform}").into()));
-    become_program("pull", more, &args.registry, &args.reference)
+    become_program("pull", more, &args.registry, &[&args.reference])
 }
 
 /// The name under which an image is stored by default.
@@ -50,25 +49,24 @@ fn name_of(reference: &str) -> &str {
 pub fn push(store: &Path, domain: &str, args: &PushArgs) -> Error {
     let mut more = of_store(store, domain);
     more.push(format!("--name={}", args.name).into());
-    become_program("push", more, &args.registry, &args.reference)
+    become_program("push", more, &args.registry, &[&args.reference])
 }
 
-/// Becomes the program that removes what no image of a fleet's store needs. Returns only if that fails.
-pub fn collect(remote: &str, dry_run: bool, [keep, wait]: [Duration; 2], registry: &RegistryArgs) -> Error {
-    let mut more = vec![format!("--keep={}", keep.as_secs_f64()), format!("--wait={}", wait.as_secs_f64())];
-    more.extend(dry_run.then(|| "--dry-run".into()));
-    become_program("gc", more.into_iter().map(OsString::from).collect(), registry, remote)
+/// Becomes the program that does `action` with the images `names` of a fleet's store, or with all. Returns only if that fails.
+pub fn of_fleet(action: &str, remote: &str, more: Vec<String>, names: &[String], registry: &RegistryArgs) -> Error {
+    let words: Vec<&str> = [remote].into_iter().chain(names.iter().map(String::as_str)).collect();
+    become_program(action, more.into_iter().map(OsString::from).collect(), registry, &words)
 }
 
 fn of_store(store: &Path, domain: &str) -> Vec<OsString> {
     ["--domain".as_ref(), domain.as_ref(), "--store".as_ref(), store.as_os_str()].map(OsStr::to_owned).to_vec()
 }
 
-fn become_program(action: &str, more: Vec<OsString>, registry: &RegistryArgs, reference: &str) -> Error {
+fn become_program(action: &str, more: Vec<OsString>, registry: &RegistryArgs, words: &[&str]) -> Error {
     let Some(program) = program() else { return format!("{PROGRAM} is not here; {CURE}").into() };
     let mut command = Command::new(&program);
     command.arg(action).args(more).arg(format!("--timeout={}", registry.timeout.as_secs_f64()));
     command.args(registry.plain_http.then_some("--plain-http")).args(registry.json.then_some("--json"));
-    let error = command.args(["--", reference]).exec();
+    let error = command.arg("--").args(words).exec();
     format!("{}: {error}", program.display()).into()
 }

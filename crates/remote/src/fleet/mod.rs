@@ -2,6 +2,7 @@
 
 mod bucket;
 mod gc;
+mod images;
 mod lease;
 mod packs;
 mod pieces;
@@ -9,5 +10,6 @@ mod pull;
 mod push;
 
 pub use gc::{Wanted, collect};
+pub use images::{list, take_away};
 pub use pull::pull;
 pub use push::push;

@@ -285,8 +285,13 @@ impl Host {
 
     /// A collection in a fleet's store, which keeps what is younger than so many seconds.
     pub fn collection(&self, keep: u32, address: &str) -> Command {
+        self.fleet_command("gc", &[&format!("--keep={keep}"), address])
+    }
+
+    /// What is done with a fleet's store as a whole.
+    pub fn fleet_command(&self, action: &str, words: &[&str]) -> Command {
         let mut command = Command::new(PROGRAM);
-        command.args(["gc", "--json", "--timeout=2", &format!("--keep={keep}"), address]);
+        command.args([action, "--json", "--timeout=2"]).args(words);
         self.without_settings(&mut command);
         command
     }

@@ -109,6 +109,45 @@ fn packs_that_no_image_names_are_removed_and_all_others_stay() {
 }
 
 #[test]
+fn images_are_listed_and_taken_away() {
+    let (fleet, here) = (Fleet::new(), Host::new());
+    two_versions(&fleet, &here);
+    // No images: what a host was writing when it died, and what others put there.
+    let others = ["images/app/3#1", "images/readme", "images/.x/1"];
+    for other in others {
+        let path = fleet.0.path().join(other);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "").unwrap();
+    }
+    let images = || {
+        let listed = ok(&here.fleet_command("ls", &[&fleet.store()]).output().unwrap());
+        let images = listed.as_array().unwrap().iter();
+        images.map(|image| image["reference"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(images(), [fleet.address("app:1"), fleet.address("app:2")]);
+    let rm = |names: &[&str]| here.fleet_command("rm", &[&[fleet.store().as_str()], names].concat()).output().unwrap();
+    for (wrong, said) in [
+        (&["app:1", "app:3"][..], "app:3: the store has no such image"),
+        (&["app"], "app:latest: the store has no such image"),
+        (&["../app:1"], "a NAME or NAME:TAG is wanted"),
+        (&["app:"], "letters, digits"),
+    ] {
+        let error = failed(&rm(wrong));
+        assert!(error.contains(said) && error.lines().count() == 1, "{wrong:?}: {error}");
+    }
+    assert_eq!(images().len(), 2, "an error takes nothing away");
+    assert_eq!(ok(&rm(&["app:2"]))["removed"], json!(["app:2"]));
+    assert_eq!(images(), [fleet.address("app:1")]);
+    // A collection takes each file there for a manifest.
+    others.iter().for_each(|other| fs::remove_file(fleet.0.path().join(other)).unwrap());
+    assert_eq!(number(&fleet.collect(&here, &[]), "packs_removed"), 1);
+    fleet.assert_whole();
+    assert!(
+        failed(&here.fleet_command("ls", &["file:///nowhere/at/all"]).output().unwrap()).contains("no such directory")
+    );
+}
+
+#[test]
 fn what_a_push_in_progress_relies_on_stays() {
     let (fleet, here) = (Fleet::new(), Host::new());
     two_versions(&fleet, &here);
