@@ -4,6 +4,7 @@
 mod common;
 
 use common::{Reaped, TOOL, comes, is_root, skipped, wait_for};
+use pagefold_os::procfs;
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -160,14 +161,23 @@ fn umount_loses_nothing_that_the_disk_refuses_unless_it_is_given_up() {
         (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let (from, at) = (images.display().to_string(), mount.display().to_string());
+    let server = |at: &str| {
+        let mut status = Command::new(TOOL);
+        status.args(["disk", "status", at, "--json"]).env("PAGEFOLD_RUNTIME_DIR", base.path().join("run"));
+        let status: Value = serde_json::from_slice(&status.output().expect("status").stdout).expect("JSON");
+        status["pid"].as_i64().expect("a number") as i32
+    };
     assert!(run("mount", &["-t", "tmpfs", "-o", "size=1m", "none", &from]).0, "a disk of one MiB");
     for (size, give_up) in [(512 << 10, false), (4 << 20, true), (4 << 20, false)] {
         let (ok, said) =
             run(TOOL, &["disk", "mount", &from, &at, "--cache-size", "64M", "--flush-interval", "10m", "--background"]);
         assert!(ok, "{said}");
         std::fs::write(mount.join("image"), vec![7; size]).expect("room in the cache");
+        let server = server(&at);
         let (ok, said) = run(TOOL, &["disk", "umount", &at]);
         assert_eq!(ok, size < 1 << 20, "{said}");
+        // So nothing keeps the disk below from being unmounted.
+        assert_eq!(procfs::has_ended(server), ok);
         if !ok {
             assert!(said.contains(" of image not written back: No space") && said.lines().count() == 1, "{said}");
             assert_eq!(std::fs::read(mount.join("image")).expect("still mounted"), vec![7; size]);
@@ -183,7 +193,8 @@ fn umount_loses_nothing_that_the_disk_refuses_unless_it_is_given_up() {
         }
         assert!(!mount.join("image").exists(), "unmounted");
     }
-    assert!(run("umount", &[&from]).0);
+    // A child of another test has our descriptors for a moment.
+    wait_for("the disk to be unmounted", 60, || run("umount", &[&from]).0);
 }
 
 /// Not that it is there, and then that it is not.

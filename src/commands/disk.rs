@@ -8,6 +8,7 @@ use pagefold_disk::control;
 use pagefold_disk::fuse::Transport;
 use pagefold_disk::mount::{self, Options};
 use pagefold_disk::{Config, Status, scan};
+use pagefold_os::procfs;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -403,11 +404,17 @@ fn write_back(socket: &Path, args: &UmountArgs) -> Result<(), Error> {
         .into())
 }
 
-/// Asks the mount's process to end and waits until it has; tells what it could not write back.
+/// Asks the mount's process to end and waits until it has; tells what it could not write back. The disk below can be
+/// unmounted then: the process has no file of it open any more.
 fn orderly_end(socket: &Path, pid: u32) -> std::io::Result<String> {
     let ended = control::stop(socket, Duration::from_secs(10))?;
-    while Path::new(&format!("/proc/{pid}")).exists() && socket.exists() {
+    let has_ended = || procfs::has_ended(pid as i32);
+    while socket.exists() && !has_ended() {
         std::thread::sleep(Duration::from_millis(20));
+    }
+    let patience = Instant::now() + EXIT_PATIENCE;
+    while !has_ended() && Instant::now() < patience {
+        std::thread::sleep(Duration::from_millis(5));
     }
     Ok(match ended {
         Some(ended) => ended.unwritten.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
@@ -416,6 +423,9 @@ fn orderly_end(socket: &Path, pid: u32) -> std::io::Result<String> {
         None => String::new(),
     })
 }
+
+/// How long the process of a mount may take to exit once the mount has ended.
+const EXIT_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long `umount --force` waits for an orderly end.
 const FORCE_PATIENCE: Duration = Duration::from_secs(10);

@@ -1,6 +1,7 @@
 //! A daemon with a keeper, for the tests of the cold tier.
 
 use super::{PATIENCE, Reaped, TOOL, c_program, comes, skipped, wait_for};
+pub use pagefold_os::procfs::has_ended;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -170,16 +171,6 @@ impl Drop for Host {
     fn drop(&mut self) {
         self.kill_all();
     }
-}
-
-/// True if the process is gone, or nothing is left of it but its number.
-///
-/// Its first thread may be a zombie while others still end: until the last of them has, its descriptors are open.
-pub fn has_ended(pid: i32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let is_zombie = |behind: &str| behind.trim_start().is_empty() || behind.starts_with(" Z");
-    let threads = || std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
-    stat.rsplit(')').next().is_none_or(is_zombie) && threads() <= 1
 }
 
 pub fn kill(pid: i32) {

@@ -103,7 +103,8 @@ pub fn anonymous(pid: i32) -> u64 {
     field(&status(pid), "RssAnon").unwrap_or(0) * 1024
 }
 
-/// Reads a file of `pid` that holds its name. The kernel may cut the name within a letter, and the process may choose any bytes.
+/// Reads a file of `pid` that holds its name. The kernel may cut the name within a letter, and the process may choose any
+/// bytes.
 fn lossy(pid: i32, file: &str) -> Option<String> {
     fs::read(format!("/proc/{pid}/{file}")).ok().map(|text| String::from_utf8_lossy(&text).into_owned())
 }
@@ -159,6 +160,14 @@ pub fn start_time_of_running(pid: i32) -> Option<u64> {
         return None;
     }
     stat::field(&stat, START_TIME)?.parse().ok()
+}
+
+/// True if process `pid` is gone, or nothing is left of it but its number: its files are closed.
+///
+/// Its first thread may have ended while others still end. Until the last of them has, its descriptors are open.
+pub fn has_ended(pid: i32) -> bool {
+    let is_last = || threads(pid).is_ok_and(|threads| threads.len() <= 1);
+    start_time(pid).is_none() || (start_time_of_running(pid).is_none() && is_last())
 }
 
 /// Fields of /proc/PID/stat, numbered as in proc_pid_stat(5).
@@ -275,9 +284,10 @@ mod tests {
         while start_time_of_running(pid).is_some() && std::time::Instant::now() < until {
             std::thread::yield_now();
         }
-        assert!(start_time(pid).is_some() && start_time_of_running(pid).is_none());
+        assert!(start_time(pid).is_some() && start_time_of_running(pid).is_none() && has_ended(pid));
+        assert!(!has_ended(std::process::id() as i32));
         child.wait().expect("it has ended");
-        assert_eq!(start_time(pid), None);
+        assert!(start_time(pid).is_none() && has_ended(pid));
     }
 
     #[test]
