@@ -302,7 +302,8 @@ pub fn create_log(path: &Path) -> io::Result<fs::File> {
     options.open(path)
 }
 
-/// What a daemon that was started for a command says when another has its socket, or was asked to stop and may be about to have it.
+/// What a daemon that was started for a command says when another has its socket, or was asked to stop and may be about to
+/// have it.
 const GAVE_WAY: &[u8] = b"another";
 
 /// Tells the process that started this daemon that another one has its socket. Does nothing if stdin is not a socket.

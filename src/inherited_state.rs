@@ -1,7 +1,7 @@
 //! The state that this process inherited, which it passes on to the program it becomes.
 //!
-//! Before `main` Rust's runtime ignores SIGPIPE and opens /dev/null for closed standard descriptors, and `Command::exec` resets
-//! SIGPIPE to its default. The caller of `pagefold run` meant its own settings for the program, so they are restored.
+//! Before `main` Rust's runtime ignores SIGPIPE and opens /dev/null for closed standard descriptors, and `Command::exec`
+//! resets SIGPIPE to its default. The caller of `pagefold run` meant its own settings for the program, so they are restored.
 
 use std::io;
 use std::os::unix::process::CommandExt;

@@ -45,7 +45,8 @@ Exit status:
   126  they cannot run the program
   127  they do not find it; otherwise their status is the program's")]
 struct Cli {
-    /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file (`./none` is one)
+    /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file (`./none`
+    /// is one)
     #[arg(long, global = true, value_name = "PATH", display_order = 900)]
     config: Option<PathBuf>,
     #[command(subcommand)]

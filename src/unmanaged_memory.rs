@@ -7,8 +7,8 @@ use pagefold_daemon::status::{Client, FILE_PAGES, UnmanagedMemory};
 /// Less is not worth a word.
 const MUCH: u64 = 1 << 20;
 
-/// Each reason with its size, the largest first; a reason alone where the daemon may not look. Pages that are a file's own are shared
-/// by the kernel, and not named.
+/// Each reason with its size, the largest first; a reason alone where the daemon may not look. Pages that are a file's own
+/// are shared by the kernel, and not named.
 pub fn reasons(client: &Client) -> Vec<String> {
     let is_shown = |memory: &&UnmanagedMemory| match memory.bytes {
         0 => true,

@@ -94,7 +94,8 @@ fn blocks_of_other_allocators_are_left_to_them() {
     }
 }
 
-/// An executable with an allocator that maps by bare calls, and begins each block with words that the C library's has there, too.
+/// An executable with an allocator that maps by bare calls, and begins each block with words that the C library's has there,
+/// too.
 const OWN: &str = r#"
 #include <stddef.h>
 #include <stdio.h>

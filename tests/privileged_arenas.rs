@@ -1,5 +1,5 @@
-//! Blocks of threads: what the C library's malloc gives to threads other than the first is merged, and goes to the cold tier,
-//! where its end is known; every byte is as it was written.
+//! Blocks of threads: what the C library's malloc gives to threads other than the first is merged, and goes to the cold
+//! tier, where its end is known; every byte is as it was written.
 
 mod common;
 

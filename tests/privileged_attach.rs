@@ -270,8 +270,8 @@ fn park(host: &Host, server: &Server, pages: u64) {
     });
 }
 
-/// Attached for the tier alone, and attached to be merged: what is merged of the latter stays merged. All calls are bare, also where
-/// they meet evicted pages.
+/// Attached for the tier alone, and attached to be merged: what is merged of the latter stays merged. All calls are bare,
+/// also where they meet evicted pages.
 #[test]
 fn attached_programs_are_parked_and_keep_every_byte() {
     let Some(program) = program() else { return };

@@ -1,5 +1,5 @@
-//! Servers of others that are attached while they serve: nginx and MariaDB, two instances each with equal data. Each answer is
-//! compared while their memory is merged.
+//! Servers of others that are attached while they serve: nginx and MariaDB, two instances each with equal data. Each answer
+//! is compared while their memory is merged.
 
 #![cfg(target_arch = "x86_64")]
 

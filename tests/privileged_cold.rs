@@ -144,7 +144,8 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
     }
 }
 
-/// A child of a raw fork waits for the pages that it has not received when the daemon dies, even beyond the next daemon's end.
+/// A child of a raw fork waits for the pages that it has not received when the daemon dies, even beyond the next daemon's
+/// end.
 #[test]
 fn a_child_reads_no_zeros_when_the_daemon_dies_while_it_is_given_its_pages() {
     if !can_merge() || program().is_none() {
@@ -326,8 +327,8 @@ impl Drop for Unmount {
     }
 }
 
-/// A program populates all its memory in one call, under a limit of half of it. Nothing can be evicted while the agent waits for
-/// the call, so the call is refused, or continues page by page: it must not wait for itself.
+/// A program populates all its memory in one call, under a limit of half of it. Nothing can be evicted while the agent waits
+/// for the call, so the call is refused, or continues page by page: it must not wait for itself.
 #[test]
 fn faults_beyond_a_memory_limit_are_refused() {
     if !can_merge() || program().is_none() {
@@ -452,8 +453,8 @@ fn a_child_has_every_page_that_it_inherits() {
     }
 }
 
-/// Memory that the program hid from itself (`PROT_NONE`) comes back as well where everything must: for a child, under a daemon
-/// that is not told of forks, and when the agent leaves for a moment.
+/// Memory that the program hid from itself (`PROT_NONE`) comes back as well where everything must: for a child, under a
+/// daemon that is not told of forks, and when the agent leaves for a moment.
 #[test]
 fn hidden_memory_comes_back_too() {
     if !can_merge() || program().is_none() {
@@ -468,8 +469,8 @@ fn hidden_memory_comes_back_too() {
     }
 }
 
-/// A seal forbids to move and replace mappings, ours too: what is sealed by a call that is seen is here for good, and what is
-/// sealed by another one goes out and comes back as ever.
+/// A seal forbids to move and replace mappings, ours too: what is sealed by a call that is seen is here for good, and what
+/// is sealed by another one goes out and comes back as ever.
 #[test]
 fn sealed_memory_is_right() {
     // SAFETY: seals nothing.
@@ -539,8 +540,8 @@ impl Manager {
         }
     }
 
-    /// Starts a daemon as the service manager does: with descriptors from number 3 on, the last one left first, and a foreign
-    /// one among them.
+    /// Starts a daemon as the service manager does: with descriptors from number 3 on, the last one left first, and a
+    /// foreign one among them.
     fn start(&self, socket: &Path, notify: &Path, args: &[&str]) -> std::process::Child {
         use std::os::unix::process::CommandExt;
         let stranger = pagefold_os::fd::Fd::open(c"/dev/null", libc::O_RDONLY, 0).expect("/dev/null");

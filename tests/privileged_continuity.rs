@@ -1,6 +1,6 @@
 //! Nothing that is merged is forgotten: a daemon that starts counts what programs share already, and shares it with others.
-//! `PAGEFOLD_RESTARTS=N` sets the number of restarts. `PAGEFOLD_BEFORE=PATH` names a `pagefold` of another version: daemons are then
-//! replaced by daemons of the other version, and agents of both are merged.
+//! `PAGEFOLD_RESTARTS=N` sets the number of restarts. `PAGEFOLD_BEFORE=PATH` names a `pagefold` of another version: daemons
+//! are then replaced by daemons of the other version, and agents of both are merged.
 
 mod common;
 

@@ -252,7 +252,8 @@ fn liar() {
                     scope.spawn(|| {
                         loop {
                             touch(liar.range());
-                            // SAFETY: the range is the liar's own mapping, to which no Rust reference exists; any bytes are valid there.
+                            // SAFETY: the range is the liar's own mapping, to which no Rust reference exists; any bytes are
+                            // valid there.
                             let _ = unsafe {
                                 pagefold_os::mem::advise(liar.memory.addr(), liar.range().len(), libc::MADV_DONTNEED)
                             };
@@ -267,14 +268,16 @@ fn liar() {
             let (uffd, _table) = liar.registered();
             // SAFETY: F_SETFL takes no pointer, and `uffd` is open.
             assert_eq!(unsafe { libc::fcntl(uffd.fd().raw(), libc::F_SETFL, 0) }, 0);
-            // SAFETY: the mapping has that many pages and no Rust reference to it exists. Written pages exist, so the daemon asks for them.
+            // SAFETY: the mapping has that many pages and no Rust reference to it exists. Written pages exist, so the daemon
+            // asks for them.
             unsafe { liar.memory.as_ptr().write_bytes(7, PAGES * PAGE_SIZE) };
             liar.serve(Liar::yes);
             for_ever()
         }
         "yes to everything" => {
             liar.accepted(|_| ());
-            // SAFETY: the mapping has that many pages and no Rust reference to it exists. Written pages exist, so the daemon asks for them.
+            // SAFETY: the mapping has that many pages and no Rust reference to it exists. Written pages exist, so the daemon
+            // asks for them.
             unsafe { liar.memory.as_ptr().write_bytes(7, PAGES * PAGE_SIZE) };
             liar.serve(Liar::yes);
             for_ever()

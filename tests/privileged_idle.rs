@@ -273,8 +273,8 @@ fn a_frozen_or_stopped_program_keeps_its_agent() {
     let host = Host::start(&["--cold-policy=manual", "--park-idle=4s", "--park-within=1s"]);
     let mut clients = [(); 2].map(|()| Served::start(&host, &[], MIB));
     let [frozen, stopped] = [clients[0].pid(), clients[1].pid()];
-    // The evictor has asked both agents, and asks them again after the five seconds of its scans: none is frozen with a request
-    // in its hands.
+    // The evictor has asked both agents, and asks them again after the five seconds of its scans: none is frozen with a
+    // request in its hands.
     std::thread::sleep(Duration::from_millis(1500));
     freezer.put("cgroup.procs", &frozen.to_string());
     freezer.put("cgroup.freeze", "1");
@@ -302,7 +302,8 @@ fn a_frozen_or_stopped_program_keeps_its_agent() {
     }
 }
 
-/// What is merged stays merged; the rest is lent to the cold tier while it is idle, and merged again after it has worked for a while.
+/// What is merged stays merged; the rest is lent to the cold tier while it is idle, and merged again after it has worked for
+/// a while.
 #[test]
 fn idle_programs_that_are_merged_live_are_parked_and_merged_again_when_they_work() {
     if !can_merge() || program().is_none() {

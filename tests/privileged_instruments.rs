@@ -115,8 +115,8 @@ fn programs_of_another_c_library_run() {
     assert!(err.contains("is linked with musl, where the agent stands aside: "), "{err}");
 }
 
-/// A library that plays a file and a device (LIBRARY), as fakeroot, padsp and umockdev do, and passes on all else by the kernel's
-/// number; and a program that sees them.
+/// A library that plays a file and a device (LIBRARY), as fakeroot, padsp and umockdev do, and passes on all else by the
+/// kernel's number; and a program that sees them.
 const PLAYED: &str = r#"
 #define _GNU_SOURCE
 #include <errno.h>

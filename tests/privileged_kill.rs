@@ -71,7 +71,8 @@ fn killed_daemons_and_clients_leave_the_others_running() {
     });
 }
 
-/// Clients that map a pool keep its memory alive after the daemon: it is freed with the last of them, whichever is killed when.
+/// Clients that map a pool keep its memory alive after the daemon: it is freed with the last of them, whichever is killed
+/// when.
 #[test]
 fn a_daemon_that_is_killed_while_it_merges_loses_nothing_and_leaves_nothing() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };

@@ -1,5 +1,5 @@
-//! The leftover: what the budget of mappings keeps private is merged by the kernel's KSM where that runs, and nothing of that is left
-//! when a program leaves. So are pages that clones of a template wrote.
+//! The leftover: what the budget of mappings keeps private is merged by the kernel's KSM where that runs, and nothing of
+//! that is left when a program leaves. So are pages that clones of a template wrote.
 
 mod common;
 
@@ -223,7 +223,8 @@ fn detached_programs_leave_ksm() {
     end(servers);
 }
 
-/// No agent can live beside their filter, which forbids the call by which KSM gets their memory, and is in force again afterwards.
+/// No agent can live beside their filter, which forbids the call by which KSM gets their memory, and is in force again
+/// afterwards.
 #[test]
 fn programs_with_a_filter_are_attached_to_ksm() {
     let Some(ksm) = Ksm::take() else { return };

@@ -8,7 +8,8 @@ use common::{Busy, Random, can_merge, may_run, wait_for};
 use serde_json::Value;
 use std::time::Duration;
 
-/// Two clients with equal memory; the first has as much again without twins. Half of its memory merges, the rest can be evicted.
+/// Two clients with equal memory; the first has as much again without twins. Half of its memory merges, the rest can be
+/// evicted.
 const MIB: [u64; 2] = [16, 8];
 
 fn live(host: &Host, pid: i32) -> Option<Value> {
@@ -26,7 +27,8 @@ fn wait_for_merging(host: &Host, pid: i32) {
     });
 }
 
-/// Waits until pages of it are merged and, it seems, no more will be: with two clients, three periods of each made no difference.
+/// Waits until pages of it are merged and, it seems, no more will be: with two clients, three periods of each made no
+/// difference.
 fn merged_at_rest(host: &Host, pid: i32) {
     let periods = || host.status()["totals"]["full_scans"].as_u64().expect("a number");
     let mut last = (0, 0);
@@ -102,7 +104,8 @@ fn a_merged_client_is_parked_and_comes_back() {
     });
 }
 
-/// What makes one plain mapping of a range, part of it merged and part of it out, loses neither, nor what is written meanwhile.
+/// What makes one plain mapping of a range, part of it merged and part of it out, loses neither, nor what is written
+/// meanwhile.
 #[test]
 fn gathering_a_parked_range_finds_all_of_it() {
     if !can_merge() || program().is_none() {
@@ -174,8 +177,8 @@ fn a_daemon_that_stops_brings_everything_back() {
     client.does("check");
 }
 
-/// The memory limit is half of what is evicted. After `unpark`, and when the daemon stops, pages beyond it stay evicted and no
-/// process is killed.
+/// The memory limit is half of what is evicted. After `unpark`, and when the daemon stops, pages beyond it stay evicted and
+/// no process is killed.
 #[test]
 fn pages_beyond_a_memory_limit_stay_parked() {
     if !can_merge() || program().is_none() {
@@ -270,7 +273,8 @@ fn in_any_order_every_byte_is_right() {
     host.verify();
 }
 
-/// A thread that discards by a bare system call acts a moment after the daemon heard of it, and on a busy machine a long one.
+/// A thread that discards by a bare system call acts a moment after the daemon heard of it, and on a busy machine a long
+/// one.
 #[test]
 fn a_late_discard_still_reads_zero() {
     if !can_merge() || program().is_none() {

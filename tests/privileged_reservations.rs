@@ -1,5 +1,5 @@
-//! Addresses that a program reserves and opens piece by piece, or wants by themselves: what is open is managed, every byte is as
-//! it was written, and what is not costs nothing.
+//! Addresses that a program reserves and opens piece by piece, or wants by themselves: what is open is managed, every byte
+//! is as it was written, and what is not costs nothing.
 
 mod common;
 

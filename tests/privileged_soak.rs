@@ -1,5 +1,5 @@
-//! Everything at once, for as long as one likes: programs of all ways in write, discard, fork, move, are merged, parked and woken,
-//! while programs, daemon and keeper are killed. Each program knows all its bytes.
+//! Everything at once, for as long as one likes: programs of all ways in write, discard, fork, move, are merged, parked and
+//! woken, while programs, daemon and keeper are killed. Each program knows all its bytes.
 //!
 //! Some seconds here. `tests/soak MINUTES` runs longer, and adds what was counted to `tests/soak.jsonl`.
 
@@ -65,7 +65,8 @@ impl Sums {
         *self.totals.entry(name).or_default() += if value >= last { value - last } else { value };
     }
 
-    /// Adds what a status says that was not added before. What happens between the last one and the daemon's death is not counted.
+    /// Adds what a status says that was not added before. What happens between the last one and the daemon's death is not
+    /// counted.
     fn take(&mut self, status: &Value) {
         for name in ["pages_merged", "cow_breaks", "pages_discarded"] {
             self.add(0, name, common::events(status, name));
@@ -90,8 +91,8 @@ struct Soak {
     dir: PathBuf,
     counts: Counts,
     sums: Mutex<Sums>,
-    /// Held by calls that lose something where daemon or keeper is killed meanwhile, as the known limits say: forks, and what a
-    /// program does by bare calls to memory that is evicted.
+    /// Held by calls that lose something where daemon or keeper is killed meanwhile, as the known limits say: forks, and
+    /// what a program does by bare calls to memory that is evicted.
     limits: RwLock<()>,
 }
 
@@ -223,8 +224,8 @@ impl Soak {
         self.take_counters();
     }
 
-    /// Evicted pages are in the daemon's and the keeper's hands: with both dead they would be lost, so the daemon lives until the
-    /// next keeper has them.
+    /// Evicted pages are in the daemon's and the keeper's hands: with both dead they would be lost, so the daemon lives
+    /// until the next keeper has them.
     fn kill_keeper(&self, host: &Host) {
         let Some(keeper) = host.keeper_pid() else { return };
         kill(keeper);

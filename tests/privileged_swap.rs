@@ -1,5 +1,5 @@
-//! Merged memory that the kernel has swapped out. By itself, as swap concerns the whole machine: Cargo runs one file of tests
-//! after the other.
+//! Merged memory that the kernel has swapped out. By itself, as swap concerns the whole machine: Cargo runs one file of
+//! tests after the other.
 
 mod common;
 

@@ -1,6 +1,6 @@
-//! Bare system calls on memory of attached programs that is being merged, as many and as fast as they come. Each program knows all its
-//! bytes. Short here; for a night: `PAGEFOLD_DISCARDS=100000000`, `PAGEFOLD_FORKS=100000`, `PAGEFOLD_MAPPINGS=100000000` and
-//! `PAGEFOLD_ATTACHMENTS=10000` set the counts.
+//! Bare system calls on memory of attached programs that is being merged, as many and as fast as they come. Each program
+//! knows all its bytes. Short here; for a night: `PAGEFOLD_DISCARDS=100000000`, `PAGEFOLD_FORKS=100000`,
+//! `PAGEFOLD_MAPPINGS=100000000` and `PAGEFOLD_ATTACHMENTS=10000` set the counts.
 
 #![cfg(target_arch = "x86_64")]
 
@@ -42,7 +42,8 @@ fn sharing(daemon: &Daemon, pid: i32) -> u64 {
     clients.filter(|client| client["pid"] == pid).filter_map(|client| client["stats"]["pages_sharing"].as_u64()).sum()
 }
 
-/// Two programs with equal memory, merged, make `calls` calls of a kind in parts; prints how many there were and what was merged.
+/// Two programs with equal memory, merged, make `calls` calls of a kind in parts; prints how many there were and what was
+/// merged.
 fn torture(word: &str, pages: u64, calls: u64) {
     let Some(program) = program() else { return };
     let daemon = start_daemon();

@@ -1,4 +1,5 @@
-//! A program goes on while its memory is unmerged: it waits for small batches, whose number does not depend on the machine's load.
+//! A program goes on while its memory is unmerged: it waits for small batches, whose number does not depend on the machine's
+//! load.
 
 mod common;
 

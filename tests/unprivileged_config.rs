@@ -1,4 +1,5 @@
-//! The configuration file as a running tool reads it: its places, the precedence of settings, and one line for an invalid file.
+//! The configuration file as a running tool reads it: its places, the precedence of settings, and one line for an invalid
+//! file.
 
 mod common;
 

@@ -4,6 +4,7 @@
 //! - A crate depends only on the crates that the picture in DESIGN.md shows below it.
 //! - No function is longer than [`FUNCTION_LINES_MAX`] lines.
 //! - Comments name their actor: lines that say "who" or "nobody" only become fewer.
+//! - A comment is no wider than [`COMMENT_COLUMNS_MAX`]: rustfmt wraps code alone.
 //! - A SAFETY note names the check it rests on: it does not say "as above" or "numbers only".
 //!
 //! The files are read as text: strings and comments are blanked out first, then brackets and paths are enough.
@@ -21,6 +22,8 @@ const CIRCLES: [&[&str]; 1] = [
     // An iterator that borrows the store that makes it.
     &["crates/forrest/src/scan.rs", "crates/forrest/src/store.rs"],
 ];
+/// Characters of a line that is a comment, but for examples.
+const COMMENT_COLUMNS_MAX: usize = 125;
 /// Comment lines with an actor-word. Lower it with every line that is mended; never raise it.
 const ACTOR_LINES_MAX: usize = 39;
 const ACTOR_WORDS: [&str; 9] = ["who", "whose", "whoever", "whom", "nobody", "somebody", "his", "him", "he"];
@@ -414,8 +417,8 @@ fn imports(modules: &BTreeMap<Names, Module>) -> BTreeMap<&str, BTreeSet<&str>> 
             }
         }
     }
-    // The head of a folder calls into its files, and they use what it defines: a folder is read as one. So the head imports what
-    // the files import that it calls.
+    // The head of a folder calls into its files, and they use what it defines: a folder is read as one. So the head imports
+    // what the files import that it calls.
     let mut found: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for names in arrows.keys() {
         let (mut seen, mut left) = (BTreeSet::new(), vec![names]);
@@ -582,6 +585,28 @@ fn comments_name_their_actor() {
         lines.join("\n")
     );
     println!("{} of {all} comment lines have an actor-word", lines.len());
+}
+
+#[test]
+fn comments_are_no_wider_than_a_page() {
+    let mut found = Vec::new();
+    files(&root(), &[".rs"], &mut found);
+    let (mut wide, mut all) = (Vec::new(), 0);
+    for path in &found {
+        let mut is_example = false;
+        for (number, line) in fs::read_to_string(path).unwrap_or_default().lines().enumerate() {
+            if !line.trim_start().starts_with("//") {
+                continue;
+            }
+            all += 1;
+            is_example ^= line.contains("```");
+            if !is_example && line.chars().count() > COMMENT_COLUMNS_MAX {
+                wide.push(format!("{}:{}", named(path), number + 1));
+            }
+        }
+    }
+    assert!(all > 0, "no comment is read");
+    assert!(wide.is_empty(), "these comments are wider than {COMMENT_COLUMNS_MAX} characters:\n{}", wide.join("\n"));
 }
 
 #[test]

@@ -5,8 +5,8 @@ use pagefold_os::{ksm, procfs};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Takes KSM's settings for this run and sets the highest speed; it begins when its switch `run` is 1. Dropping the value restores
-/// them.
+/// Takes KSM's settings for this run and sets the highest speed; it begins when its switch `run` is 1. Dropping the value
+/// restores them.
 pub fn at_full_speed() -> Result<ksm::Settings, Failure> {
     let settings = ksm::Settings::take()?;
     for (name, value) in [("pages_to_scan", 1_000_000), ("sleep_millisecs", 0)] {

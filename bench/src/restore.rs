@@ -1,10 +1,10 @@
 //! Puts back what a run changed, however the run ends.
 //!
 //! Two floors. [`Undo`] and [`SwapFile`] put a single change back when they are dropped. [`guarded`] covers a run that is
-//! killed: the bench itself runs in a child while this process, the guard, only waits. When the child has ended, by itself, by a
-//! signal or by SIGKILL, the guard gives settings their old values and removes the run's swap files, control groups, mounts
-//! and files. If the guard is killed by SIGKILL, the bench and all processes that it started end immediately, and
-//! the next run puts back the rest before it begins: a note holds the machine's state as long as a run is under way.
+//! killed: the bench itself runs in a child while this process, the guard, only waits. When the child has ended, by itself,
+//! by a signal or by SIGKILL, the guard gives settings their old values and removes the run's swap files, control groups,
+//! mounts and files. If the guard is killed by SIGKILL, the bench and all processes that it started end immediately, and the
+//! next run puts back the rest before it begins: a note holds the machine's state as long as a run is under way.
 
 use crate::process;
 use pagefold_os::mountinfo;
@@ -255,8 +255,8 @@ fn wait_alone() -> Option<fs::File> {
     Some(file)
 }
 
-/// Kills the run's process group, this process included, when the guard is gone: the guard holds the other end of the pipe of
-/// which `number` is a descriptor.
+/// Kills the run's process group, this process included, when the guard is gone: the guard holds the other end of the pipe
+/// of which `number` is a descriptor.
 fn end_with_guard(number: i32) {
     // SAFETY: `F_SETFD` takes no pointer; a descriptor that is not the guard's pipe only gets closed on exec.
     unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };

@@ -84,7 +84,8 @@ pub fn columns(text: &str) -> Vec<Column> {
     text.split('|').map(Column::parse).collect()
 }
 
-/// Prints rows as a table under a title, to standard output, or to standard error where JSON goes there; nothing without rows.
+/// Prints rows as a table under a title, to standard output, or to standard error where JSON goes there; nothing without
+/// rows.
 pub fn print(title: &str, columns: &str, rows: &[Value]) {
     if rows.is_empty() {
         return;

@@ -1,9 +1,11 @@
-//! What the time of a write tells a program of pages that another program holds: within a domain, between domains, and with KSM.
+//! What the time of a write tells a program of pages that another program holds: within a domain, between domains, and with
+//! KSM.
 //!
-//! A guesser fills pages with what a holder has, and as many with other bytes, in a random order. Once there was time to merge it writes
-//! to each and takes the time. Welch's t-test compares the two kinds: from an absolute t of 4.5 on they are taken to differ, as the
-//! tests of cryptographic code do. A few slow writes hide small differences, so t is also taken of the quicker half, 90 % and 99 %
-//! alone; the largest counts. Within one domain the same test must find the difference, or it would find none anywhere.
+//! A guesser fills pages with what a holder has, and as many with other bytes, in a random order. Once there was time to
+//! merge it writes to each and takes the time. Welch's t-test compares the two kinds: from an absolute t of 4.5 on they are
+//! taken to differ, as the tests of cryptographic code do. A few slow writes hide small differences, so t is also taken of
+//! the quicker half, 90 % and 99 % alone; the largest counts. Within one domain the same test must find the difference, or
+//! it would find none anywhere.
 
 use crate::instance::Instance;
 use crate::ksm_peer;

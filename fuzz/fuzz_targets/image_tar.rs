@@ -9,8 +9,8 @@ use pagefold_image::tree::{Data, Inode, FileKind, Meta, Tree};
 use pagefold_image::{erofs, unpack};
 use std::io::Read;
 
-/// Behind a `!`, each bit of the next byte gives one block its checksum: random bytes never have the right one, and what lies
-/// behind the check would not be reached.
+/// Behind a `!`, each bit of the next byte gives one block its checksum: random bytes never have the right one, and what
+/// lies behind the check would not be reached.
 fn sealed(data: &[u8]) -> Vec<u8> {
     let [b'!', bits, rest @ ..] = data else { return data.to_vec() };
     let mut rest = rest.to_vec();

@@ -58,7 +58,8 @@ pub struct Args {
     /// Serve a read-only page for browsers at such an address; on loopback every local user can see it
     #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = address)]
     web: Setting<String>,
-    /// Attach programs as they appear: `exe=GLOB,cgroup=PATH,user=NAME,min=SIZE,domain=NAME`, more rules after `;`; or `none`
+    /// Attach programs as they appear: `exe=GLOB,cgroup=PATH,user=NAME,min=SIZE,domain=NAME`, more rules after `;`; or
+    /// `none`
     #[arg(long, value_name = "RULES", default_value = "none", value_parser = rules)]
     attach: Setting<Vec<AttachRule>>,
     /// Exit after this long without clients; `never`: stay
@@ -76,7 +77,8 @@ pub struct Args {
     /// Largest size of that file
     #[arg(long, value_name = "SIZE", default_value = "64G", value_parser = units::size)]
     tier_file_max: u64,
-    /// Write to that file what was not used for so long, even while there is memory for it; `never`: only when memory is full
+    /// Write to that file what was not used for so long, even while there is memory for it; `never`: only when memory is
+    /// full
     #[arg(long, value_name = "TIME", default_value = "never", value_parser = tier_file_after)]
     tier_file_after: Setting<Duration>,
     /// Percent of run time that clients may lose to refaults of cold pages
@@ -94,7 +96,8 @@ pub struct Args {
     /// Park clients that were idle for so long, 100ms at least; `never`: only `park` does
     #[arg(long, value_name = "TIME", default_value = "never", value_parser = park_idle)]
     park_idle: Setting<Duration>,
-    /// Spread the parking of a client over this time, no longer than --park-idle; `auto`: 10s, or --park-idle if that is shorter
+    /// Spread the parking of a client over this time, no longer than --park-idle; `auto`: 10s, or --park-idle if that is
+    /// shorter
     #[arg(long, value_name = "TIME", default_value = "auto", value_parser = park_within)]
     park_within: Setting<Duration>,
     /// Memory of the host to keep available: below it pools do not grow, and --park-idle is an eighth; `none`: no reserve
@@ -364,8 +367,8 @@ fn is_taken(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::AddrInUse && error.to_string().contains("a daemon listens")
 }
 
-/// Stops the daemon at `socket`, and runs `daemon` in its place. A daemon that a program starts at the same time may take the place
-/// first: it is replaced too.
+/// Stops the daemon at `socket`, and runs `daemon` in its place. A daemon that a program starts at the same time may take
+/// the place first: it is replaced too.
 fn replace(daemon: &Arc<Daemon>, socket: &Path, successor: &[OsString]) -> Result<std::io::Result<()>, Error> {
     let end = Instant::now() + daemon_client::DAEMON_START_MAX;
     loop {

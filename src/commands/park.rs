@@ -82,7 +82,8 @@ struct Moved {
     seconds: f64,
 }
 
-/// Parks or unparks the selected clients; on a terminal it shows meanwhile how many bytes were moved. Returns clients and pages.
+/// Parks or unparks the selected clients; on a terminal it shows meanwhile how many bytes were moved. Returns clients and
+/// pages.
 fn ask_and_watch(socket: &Path, selector: &ClientSelector, park: bool) -> Result<(u64, u64), Error> {
     let clients = selector.clone();
     let one = if let ClientSelector::Pid(pid) = clients { Some(pid) } else { None };

@@ -192,7 +192,8 @@ fn prefer_ksm() -> Result<bool, Error> {
     Ok(pagefold_os::ksm::read("run")? == 1)
 }
 
-/// Why the agent cannot load into `program`, or will stand aside there, as far as its file tells; and whether it can be entered.
+/// Why the agent cannot load into `program`, or will stand aside there, as far as its file tells; and whether it can be
+/// entered.
 fn takes_no_agent(program: &OsString) -> Option<(&'static str, bool)> {
     let found = if Path::new(program).components().count() > 1 {
         Some(PathBuf::from(program))

@@ -158,9 +158,9 @@ impl Running {
     }
 }
 
-/// Stops the daemon at `socket`, if one runs, so that this process can take its place. Cold pages stay with the keeper, which starts
-/// `successor` if this process dies before it listens. The connection to the keeper must last until then. Without a
-/// `successor` cold pages are returned.
+/// Stops the daemon at `socket`, if one runs, so that this process can take its place. Cold pages stay with the keeper,
+/// which starts `successor` if this process dies before it listens. The connection to the keeper must last until then.
+/// Without a `successor` cold pages are returned.
 ///
 /// # Errors
 /// As [`Running::find`] and [`Running::stop`].

@@ -459,8 +459,8 @@ fn draw_cold(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     frame.render_stateful_widget(table, area, &mut state);
 }
 
-/// Why pages were not merged, of the selected client or of all on show; and what of the selected client's memory is not managed, or the
-/// last process that could not be.
+/// Why pages were not merged, of the selected client or of all on show; and what of the selected client's memory is not
+/// managed, or the last process that could not be.
 fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     if view.pane != Pane::Live || view.sample().status.is_none() {
         return Vec::new();

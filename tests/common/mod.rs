@@ -138,8 +138,8 @@ pub fn semantics() -> Option<&'static Path> {
     BUILT.get_or_init(|| c_program("semantics")).as_deref()
 }
 
-/// A C program of `tests/programs`: `NAME.c`, or all files of `NAME`. It is built once for each state of its sources, and all
-/// test binaries use the same one. `None` after saying that there is no compiler.
+/// A C program of `tests/programs`: `NAME.c`, or all files of `NAME`. It is built once for each state of its sources, and
+/// all test binaries use the same one. `None` after saying that there is no compiler.
 pub fn c_program(name: &str) -> Option<PathBuf> {
     c_program_with(name, &[])
 }
@@ -385,8 +385,8 @@ impl Drop for Reaped {
 /// take long.
 const PATIENCE: u64 = 120;
 
-/// Where the thread of that name of a process may run, as the kernel writes it, and whether that is one processor only; `None` if
-/// there is no such thread.
+/// Where the thread of that name of a process may run, as the kernel writes it, and whether that is one processor only;
+/// `None` if there is no such thread.
 pub fn may_run(pid: i32, name: &str) -> Option<(String, bool)> {
     std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten().find_map(|task| {
         let status = std::fs::read_to_string(task.path().join("status")).ok()?;
@@ -415,9 +415,9 @@ pub fn comes(seconds: u64, mut ready: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// Gives the tool a command for a running program until it succeeds: on a busy machine none of the program's threads may stand still
-/// in time, and a page that is pinned at this moment stays where it is. The tool says so, and may be asked again. Returns what it said
-/// of its success as an error or a warning.
+/// Gives the tool a command for a running program until it succeeds: on a busy machine none of the program's threads may
+/// stand still in time, and a page that is pinned at this moment stays where it is. The tool says so, and may be asked
+/// again. Returns what it said of its success as an error or a warning.
 pub fn ask_until_done(tool: impl Fn(&[&str]) -> Output, words: &[&str]) -> String {
     let mut said = String::new();
     let done = comes(120, || {

@@ -1,7 +1,8 @@
-//! On a kernel before 6.8 every command that needs a newer one says so in one line, and `run` runs the program without merging.
+//! On a kernel before 6.8 every command that needs a newer one says so in one line, and `run` runs the program without
+//! merging.
 //!
-//! On a newer kernel the tests ask it to call itself 2.6 (`personality(2)`), which commands that go by the kernel's number believe.
-//! Calls that an old kernel really lacks fail only in a guest with such a kernel (`tests/kernels/run 6.1`).
+//! On a newer kernel the tests ask it to call itself 2.6 (`personality(2)`), which commands that go by the kernel's number
+//! believe. Calls that an old kernel really lacks fail only in a guest with such a kernel (`tests/kernels/run 6.1`).
 
 use crate::tool::{Tool, text};
 use std::os::unix::process::CommandExt;

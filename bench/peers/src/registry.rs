@@ -2,7 +2,8 @@
 
 use crate::{FastBuild, Maker, map, red_black};
 
-/// The peers of feature `registry`: the fastest hash maps, congee, an adaptive radix tree, and a red-black tree under a lock.
+/// The peers of feature `registry`: the fastest hash maps, congee, an adaptive radix tree, and a red-black tree under a
+/// lock.
 pub fn all() -> Vec<Maker> {
     vec![
         ("dashmap", |_| Box::new(DashMap::with_hasher(FastBuild::default()))),

@@ -1,8 +1,8 @@
 //! Coverage: which kinds of program are merged, and how much of their equal memory, beside the kernel's KSM.
 //!
-//! Three instances of each kind hold the same bytes ([`kinds`]). Their memory, the sum of Pss of all processes, is measured with
-//! nothing, with KSM at full speed, with `pagefold attach` once they hold the data, and under `pagefold run --manage all`.
-//! Saved is the difference to the memory with nothing. Each instance compares every byte afterwards.
+//! Three instances of each kind hold the same bytes ([`kinds`]). Their memory, the sum of Pss of all processes, is measured
+//! with nothing, with KSM at full speed, with `pagefold attach` once they hold the data, and under `pagefold run --manage
+//! all`. Saved is the difference to the memory with nothing. Each instance compares every byte afterwards.
 
 mod kinds;
 mod way;

@@ -66,7 +66,8 @@ impl Size {
             ksm_alone: Duration::from_secs(60),
         };
         if args.extent.full {
-            // Files of a gigabyte, as the paper has them. Four copies are more than the guests may have; with larger ones the disk takes a quarter of an hour.
+            // Files of a gigabyte, as the paper has them. Four copies are more than the guests may have; with larger ones
+            // the disk takes a quarter of an hour.
             let guests = GuestSize { file_mib: 512, ..guests };
             return Size { images: 6, tree_mib: 400, file_mib: 1024, round: Duration::from_secs(2), guests };
         }

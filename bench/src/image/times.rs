@@ -16,7 +16,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Maps the largest file anew and reads it, of the plain tree and of the mount in turn: page faults and all, by processor time.
+/// Maps the largest file anew and reads it, of the plain tree and of the mount in turn: page faults and all, by processor
+/// time.
 pub(super) fn map_and_read(plain: &Path, mounted: &Path, rounds: usize, out: &mut Vec<Value>) -> Result<(), Failure> {
     let (path, bytes) = files(plain).into_iter().max_by_key(|(_, size)| *size).ok_or("an empty tree")?;
     // Enough passes that a round takes tens of milliseconds.
@@ -25,8 +26,8 @@ pub(super) fn map_and_read(plain: &Path, mounted: &Path, rounds: usize, out: &mu
         let (file, start) = (File::open(path)?, pagefold_os::sched::thread_cpu_ns());
         for _ in 0..passes {
             let map = Mapping::file(file.as_raw_fd(), 0, bytes as usize, libc::PROT_READ, libc::MAP_SHARED)?;
-            // SAFETY: the mapping is readable and as long as its file, which stays whole during the bench; the slice does not
-            // outlive the mapping.
+            // SAFETY: the mapping is readable and as long as its file, which stays whole during the bench; the slice does
+            // not outlive the mapping.
             let words = unsafe { std::slice::from_raw_parts(map.as_ptr().cast::<u64>(), map.len() / 8) };
             std::hint::black_box(words.iter().fold(0u64, |sum, word| sum.wrapping_add(*word)));
         }
@@ -153,9 +154,9 @@ pub(super) fn cold_start(
     Ok(())
 }
 
-/// Builds `dir` anew, again unchanged, and beside other builders; the input is in memory, the output durable. Nothing is removed
-/// before the last round: ext4 without a journal looks for minutes at each inode that was freed before it gives out another, which
-/// made every builder five times slower.
+/// Builds `dir` anew, again unchanged, and beside other builders; the input is in memory, the output durable. Nothing is
+/// removed before the last round: ext4 without a journal looks for minutes at each inode that was freed before it gives out
+/// another, which made every builder five times slower.
 pub(super) fn build_speed(
     scratch: &Scratch,
     dir: &Path,

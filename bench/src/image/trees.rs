@@ -1,4 +1,5 @@
-//! Trees of files as the parts of the bench handle them: read, built, mounted, counted in the page cache, and evicted from it.
+//! Trees of files as the parts of the bench handle them: read, built, mounted, counted in the page cache, and evicted from
+//! it.
 
 use crate::process::Failure;
 use pagefold_image::build;

@@ -63,8 +63,8 @@ fn resident_bytes() -> f64 {
     procfs::memory(std::process::id() as i32).expect("Linux").rss as f64
 }
 
-/// Runs `work(thread)` in all threads at the same time and returns million operations per second, from the first thread's start to
-/// the last one's end.
+/// Runs `work(thread)` in all threads at the same time and returns million operations per second, from the first thread's
+/// start to the last one's end.
 pub fn timed(threads: usize, operations: usize, work: impl Fn(usize) + Sync) -> f64 {
     let barrier = Barrier::new(threads);
     let times: Vec<(Instant, Instant)> = std::thread::scope(|scope| {

@@ -78,8 +78,8 @@ const PASS_MAX: Duration = Duration::from_secs(120);
 /// Passes of one measurement: in this many each client is looked at once at least.
 const PASSES: f64 = 16.0;
 
-/// Processor time of a pass over memory that was examined already: of daemon and agents, or of ksmd. Our daemon skips a process
-/// that has no page fault, so passes that look at every process are measured as well.
+/// Processor time of a pass over memory that was examined already: of daemon and agents, or of ksmd. Our daemon skips a
+/// process that has no page fault, so passes that look at every process are measured as well.
 pub fn idle(args: &Args) -> Result<(), Failure> {
     let shape = match (args.extent.quick, args.extent.full) {
         (true, _) => Shape { layout: PageLayout::Files, processes: 2, mib: 128 },

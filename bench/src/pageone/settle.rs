@@ -13,9 +13,9 @@ const RUN_MAX: Duration = Duration::from_secs(600);
 /// The period of our watch stage where it is not what is measured.
 pub const PERIOD: Duration = Duration::from_millis(500);
 
-/// Wall time per page, in microseconds, by the same rule for every engine: from the first look that saw a merged page until 99 % of
-/// the pages were merged; none if one look saw all of them. Leaves out the time before the first merge: our silent periods, KSM's
-/// pass that only takes checksums.
+/// Wall time per page, in microseconds, by the same rule for every engine: from the first look that saw a merged page until
+/// 99 % of the pages were merged; none if one look saw all of them. Leaves out the time before the first merge: our silent
+/// periods, KSM's pass that only takes checksums.
 pub fn pace(samples: &[Look]) -> Option<f64> {
     let start = samples[0];
     let total = samples[samples.len() - 1].merged;

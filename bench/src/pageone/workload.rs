@@ -94,7 +94,8 @@ impl Workload {
     }
 
     /// Has the processes write to pages anywhere for `time`, `rate` writes a second in all; content stays as it is. Calls
-    /// `meanwhile` while they do, and returns how many writes there were and the longest of their 99 % times, in nanoseconds.
+    /// `meanwhile` while they do, and returns how many writes there were and the longest of their 99 % times, in
+    /// nanoseconds.
     pub fn churn(
         &mut self,
         rate: u64,
@@ -111,8 +112,8 @@ impl Workload {
         })
     }
 
-    /// Has each process take a page fault every few milliseconds for `time`, in memory that is not managed; calls `meanwhile`
-    /// while they do.
+    /// Has each process take a page fault every few milliseconds for `time`, in memory that is not managed; calls
+    /// `meanwhile` while they do.
     pub fn fault_elsewhere<T>(&mut self, time: Duration, meanwhile: impl FnOnce() -> T) -> Result<T, Failure> {
         self.order(&format!("fault {}", time.as_millis()))?;
         let result = meanwhile();
@@ -192,7 +193,8 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
                 for place in 0..written {
                     let byte = &raw mut bytes[place * PAGE_SIZE];
                     let began = Instant::now();
-                    // SAFETY: the pointer is into `bytes`, by the index just checked; volatile, so that the write happens here.
+                    // SAFETY: the pointer is into `bytes`, by the index just checked; volatile, so that the write happens
+                    // here.
                     unsafe { byte.write_volatile(!byte.read_volatile()) };
                     times.push_str(&format!("{} ", began.elapsed().as_nanos()));
                 }
@@ -207,7 +209,8 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
                         let place = random.u64(0..pages) as usize;
                         let byte = &raw mut bytes[place * PAGE_SIZE];
                         let before = Instant::now();
-                        // SAFETY: the pointer is into `bytes`, by the index just checked; volatile, so that it is written although nothing changes.
+                        // SAFETY: the pointer is into `bytes`, by the index just checked; volatile, so that it is written
+                        // although nothing changes.
                         unsafe { byte.write_volatile(byte.read_volatile()) };
                         times.push(before.elapsed().as_nanos() as u64);
                         if began.elapsed() > time {

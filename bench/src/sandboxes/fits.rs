@@ -1,8 +1,8 @@
 //! How many sandboxes fit into a limit of memory.
 //!
-//! They start one after the other in a control group with that limit, do their work and wait. Now and then all are asked. It is
-//! over when one has ended, or is late with a reply. All that keeps them counts: our daemon and keeper with pool and tier live in the
-//! group, and the limit goes down by what zswap's pool takes outside of it.
+//! They start one after the other in a control group with that limit, do their work and wait. Now and then all are asked. It
+//! is over when one has ended, or is late with a reply. All that keeps them counts: our daemon and keeper with pool and tier
+//! live in the group, and the limit goes down by what zswap's pool takes outside of it.
 
 use super::Plan;
 use super::way::{RunningEngine, Way, swapped_group};

@@ -1,10 +1,11 @@
-//! Sandboxes: many programs that work for a while and then mostly wait. What does one cost the host while it waits, how soon does
-//! it reply, how much does it slow down its neighbours, and how many fit into a limit of memory?
+//! Sandboxes: many programs that work for a while and then mostly wait. What does one cost the host while it waits, how soon
+//! does it reply, how much does it slow down its neighbours, and how many fit into a limit of memory?
 //!
-//! Each sandbox is a program of Python or Node.js (`bench/holders/sandbox.py`, `sandbox.js`). It does a scripted day of work, a part of which is the same in all
-//! sandboxes, and waits. The bench measures the memory that all processes hold, before and after idle memory has left; their
-//! processor time while the sandboxes wait; and the time to the first reply, of one sandbox after the other, of the same after they have
-//! waited again, and of several at once. In the end each sandbox compares all that it holds. `slowdown` and `fits` start others.
+//! Each sandbox is a program of Python or Node.js (`bench/holders/sandbox.py`, `sandbox.js`). It does a scripted day of
+//! work, a part of which is the same in all sandboxes, and waits. The bench measures the memory that all processes hold,
+//! before and after idle memory has left; their processor time while the sandboxes wait; and the time to the first reply, of
+//! one sandbox after the other, of the same after they have waited again, and of several at once. In the end each sandbox
+//! compares all that it holds. `slowdown` and `fits` start others.
 
 mod fits;
 mod slowdown;

@@ -1,7 +1,8 @@
 //! How much slower a sandbox works while its neighbours park and wake.
 //!
-//! It does rounds of work alone. Then neighbours start, work and are parked, and it does rounds for as long again, while one neighbour
-//! after the other answers a request and is parked again, at the same pace in every way. Where idle memory stays, they only answer.
+//! It does rounds of work alone. Then neighbours start, work and are parked, and it does rounds for as long again, while one
+//! neighbour after the other answers a request and is parked again, at the same pace in every way. Where idle memory stays,
+//! they only answer.
 
 use super::Plan;
 use super::way::{RunningEngine, Way, swapped_group};

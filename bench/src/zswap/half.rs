@@ -1,5 +1,5 @@
-//! Half the memory: redis, which reads and writes random keys, under a limit of half of what it uses, in the cold tier and with
-//! zswap.
+//! Half the memory: redis, which reads and writes random keys, under a limit of half of what it uses, in the cold tier and
+//! with zswap.
 
 use super::kernel::Zswap;
 use super::row;

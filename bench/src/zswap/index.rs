@@ -1,7 +1,7 @@
 //! Page offsets in the tier's index and in a red-black tree, the structure that the source's patch replaced.
 //!
-//! The offsets are single pages scattered over 2^33, as of large mappings with few cold pages, in random order. The source says
-//! that lookups take a while from 100,000 entries on.
+//! The offsets are single pages scattered over 2^33, as of large mappings with few cold pages, in random order. The source
+//! says that lookups take a while from 100,000 entries on.
 
 use super::measure::Area;
 use super::row;

@@ -1,7 +1,7 @@
 //! The cold tier of a live client: parked, touched page by page and in order, faulted in, left idle.
 //!
-//! Pages evicted lately are LZ4, older ones Zstandard or a patch; after `park` a daemon makes all of them dense. So pages are
-//! dense when they are touched.
+//! Pages evicted lately are LZ4, older ones Zstandard or a patch; after `park` a daemon makes all of them dense. So pages
+//! are dense when they are touched.
 //!
 //! The client is a process of its own (this program again), so that its processor time is counted apart.
 

@@ -1,9 +1,9 @@
 //! `pagefold bench zswap`: the cold tier beside the kernel's zswap, and its index beside a red-black tree.
 //!
-//! Five parts: `index` (page offsets in and out of both trees), `density` (memory held for real pages), `latency` (a page evicted
-//! and faulted in), `live` (a client parked, touched and unparked), `half` (redis under a limit of half its memory). The kernel's
-//! side needs a swap file and zswap's switch: they are set for the run and undone afterwards. Parts that cannot run here are
-//! reported as skipped, with the reason.
+//! Five parts: `index` (page offsets in and out of both trees), `density` (memory held for real pages), `latency` (a page
+//! evicted and faulted in), `live` (a client parked, touched and unparked), `half` (redis under a limit of half its memory).
+//! The kernel's side needs a swap file and zswap's switch: they are set for the run and undone afterwards. Parts that cannot
+//! run here are reported as skipped, with the reason.
 
 mod density;
 mod half;

@@ -10,9 +10,9 @@
 //! # Ok::<(), pagefold_agent::client::ConnectError>(())
 //! ```
 //!
-//! A [`Region`] owns its memory, so no other code unmaps or discards it, and the agent needs to follow no calls. The process must not
-//! call fork(2) without exec(2) while regions exist: only the preloaded library keeps pages from being frozen at that moment.
-//! [`Region::discard`] replaces `MADV_DONTNEED`.
+//! A [`Region`] owns its memory, so no other code unmaps or discards it, and the agent needs to follow no calls. The process
+//! must not call fork(2) without exec(2) while regions exist: only the preloaded library keeps pages from being frozen at
+//! that moment. [`Region::discard`] replaces `MADV_DONTNEED`.
 
 use crate::address_space::anonymous::replace_merged;
 use crate::address_space::maps::Maps;
@@ -176,8 +176,8 @@ impl Drop for Region {
         let held = SHARED.mapping_lock.lock(me());
         SHARED.tables(&held).table.forget(self.range());
         // The mapping is unmapped while the mapping lock is held, so that no page of it is frozen.
-        // SAFETY: no reference to the region is left. `Mapping::drop` will unmap the same addresses again, which is harmless only while
-        // they stay unused. So this replaces the range by an empty mapping instead of unmapping it.
+        // SAFETY: no reference to the region is left. `Mapping::drop` will unmap the same addresses again, which is harmless
+        // only while they stay unused. So this replaces the range by an empty mapping instead of unmapping it.
         let _ = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
             mem::map(self.map.addr(), self.map.len() as u64, libc::PROT_NONE, flags, -1, 0)

@@ -1,5 +1,5 @@
-//! Where the agent begins in a program that runs already: the first function of its first thread, which opens a socket, has its
-//! other end taken and has the userfaultfd enabled (`crates/entry` is the other side).
+//! Where the agent begins in a program that runs already: the first function of its first thread, which opens a socket, has
+//! its other end taken and has the userfaultfd enabled (`crates/entry` is the other side).
 
 use crate::attached::{give, keep_page};
 use crate::cold;

@@ -1,9 +1,10 @@
 //! The agent: the part of pagefold that runs inside a client.
 //!
-//! The agent is one thread that does what only the process itself can do: it freezes pages, compares them with pool slots, and
-//! maps the slots in their place. It enters a process as the preloaded library (feature `preload`), which also follows the
-//! program's own memory calls; in a program that runs already (feature `attached`); or through [`client`], for programs that opt in by code. It does not allocate, does not panic,
-//! and keeps its descriptors to itself. What it and the daemon say to each other is [`pagefold_protocol`].
+//! The agent is one thread that does what only the process itself can do: it freezes pages, compares them with pool slots,
+//! and maps the slots in their place. It enters a process as the preloaded library (feature `preload`), which also follows
+//! the program's own memory calls; in a program that runs already (feature `attached`); or through [`client`], for programs
+//! that opt in by code. It does not allocate, does not panic, and keeps its descriptors to itself. What it and the daemon
+//! say to each other is [`pagefold_protocol`].
 //!
 //! Each layer uses only those above it in this list:
 //!

@@ -1,8 +1,8 @@
 //! The mapping lock: the agent and calls that change the address space exclude each other.
 //!
-//! The agent holds it from the moment it takes pages away until they are back or mapped; interposed calls hold it around the system
-//! call. It is one word: its owner, and whether a thread waits. So there is no moment in which its owner is unknown, and a signal
-//! handler that interrupts its own thread anywhere passes through instead of waiting for itself.
+//! The agent holds it from the moment it takes pages away until they are back or mapped; interposed calls hold it around the
+//! system call. It is one word: its owner, and whether a thread waits. So there is no moment in which its owner is unknown,
+//! and a signal handler that interrupts its own thread anywhere passes through instead of waiting for itself.
 
 #[cfg(not(loom))]
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -135,8 +135,8 @@ impl MappingLock {
         self.word.load(Ordering::Relaxed) & !WAITED_FOR == (me as u64) << 1
     }
 
-    /// Makes the mapping lock free in a forked child, whatever it was in the parent, but for what outer frames of `me` hold there
-    /// too: they go on in the child.
+    /// Makes the mapping lock free in a forked child, whatever it was in the parent, but for what outer frames of `me` hold
+    /// there too: they go on in the child.
     pub fn reset(&self, me: usize) {
         if !self.is_held_by(me) {
             self.again.store(0, Ordering::Relaxed);

@@ -1,8 +1,8 @@
 //! The agent's own memory among the program's: stacks, freeze areas, the nursery and the like.
 //!
-//! The program may give advice on this memory, as a program does that advises everything in its list of mappings. The agent must
-//! never manage it: an agent that freezes its own stack waits for itself. So each module that makes such memory registers it
-//! here, and lists and freezes leave it out. A forked child inherits the registry with the memory.
+//! The program may give advice on this memory, as a program does that advises everything in its list of mappings. The agent
+//! must never manage it: an agent that freezes its own stack waits for itself. So each module that makes such memory
+//! registers it here, and lists and freezes leave it out. A forked child inherits the registry with the memory.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::uffd::{self, Uffd};
@@ -83,9 +83,11 @@ pub(crate) fn is_in_nursery(addr: u64) -> bool {
     (nursery.start..nursery.end).contains(&addr)
 }
 
-/// Takes the pages out of `range` of a freeze area with `rights`, into which `mover` moves pages: a move takes what is there for its own.
+/// Takes the pages out of `range` of a freeze area with `rights`, into which `mover` moves pages: a move takes what is there
+/// for its own.
 ///
-/// The kernel discards nothing that is locked, and a call of the program's may have locked all memory. Such a range is mapped anew.
+/// The kernel discards nothing that is locked, and a call of the program's may have locked all memory. Such a range is
+/// mapped anew.
 pub(crate) fn empty_freeze_area(range: Range, rights: i32, mover: &Uffd) {
     // SAFETY: the freeze area is the agent's; what is there is void.
     if unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) }.is_ok() {
@@ -108,7 +110,8 @@ pub(crate) struct OwnedMapping {
 }
 
 impl OwnedMapping {
-    /// Takes over `map`, of which the agent uses `range`, and hides it. It is not registered yet: another may stand there still.
+    /// Takes over `map`, of which the agent uses `range`, and hides it. It is not registered yet: another may stand there
+    /// still.
     pub(crate) fn new(owned: Owned, map: mem::Mapping, range: Range) -> OwnedMapping {
         hide(&map);
         OwnedMapping { _map: map, owned, range }

@@ -1,7 +1,7 @@
 //! Which process the memory belongs to: a forked child, the process itself, or a parent that lends it.
 //!
-//! A raw call may fork a process unseen, so a page that the kernel wipes in children tells a child apart. A child that shares its parent's
-//! memory, as vfork(2) makes them, is told apart by its process id: the agent there is the parent's.
+//! A raw call may fork a process unseen, so a page that the kernel wipes in children tells a child apart. A child that
+//! shares its parent's memory, as vfork(2) makes them, is told apart by its process id: the agent there is the parent's.
 
 use crate::owned_ranges::{self, Owned};
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};

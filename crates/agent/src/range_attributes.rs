@@ -1,11 +1,11 @@
 //! What the program told us about its memory: included and excluded ranges, and where merged pages lie.
 //!
-//! Fixed arrays, no allocation. Everything here is touched only while the mapping lock is held; as a signal handler holds it if its thread
-//! does, none runs while a table changes.
+//! Fixed arrays, no allocation. Everything here is touched only while the mapping lock is held; as a signal handler holds it
+//! if its thread does, none runs while a table changes.
 //!
-//! What the program asked to be left alone, has locked, marked and the like is never forgotten; what it merely wants managed is,
-//! where there is no room: memory without a note is left alone. Where what is never forgotten takes half the room the agent
-//! leaves ([`CROWDED`]): one call may say something else of every range that is told apart, and of all between them.
+//! What the program asked to be left alone, has locked, marked and the like is never forgotten; what it merely wants managed
+//! is, where there is no room: memory without a note is left alone. Where what is never forgotten takes half the room the
+//! agent leaves ([`CROWDED`]): one call may say something else of every range that is told apart, and of all between them.
 
 #[cfg(not(loom))]
 use crate::runtime::signals::block_signals;
@@ -20,10 +20,11 @@ const PROMISES_MAX: usize = RANGES_MAX / 2 - 2;
 /// A table may soon have no room for what the program says: the agent is to leave before it says more.
 pub static CROWDED: AtomicBool = AtomicBool::new(false);
 
-/// Ranges that are shorter than this, in bytes, and merely managed are told apart only while the table has few entries: others must
-/// find room, and each new one between others moves all behind it.
+/// Ranges that are shorter than this, in bytes, and merely managed are told apart only while the table has few entries:
+/// others must find room, and each new one between others moves all behind it.
 const SMALL_LEN: u64 = 1 << 20;
-/// That many entries. The agent of a program that was entered notes its ranges in order of address, and follows none of its calls.
+/// That many entries. The agent of a program that was entered notes its ranges in order of address, and follows none of its
+/// calls.
 const SMALL_MAX: usize = if cfg!(feature = "attached") { RANGES_MAX } else { RANGES_MAX / 4 };
 
 /// What is known about a range.
@@ -192,8 +193,8 @@ impl RangeAttributes {
         }
     }
 
-    /// Where the first part of `range` ends that is either all memory that children and dumps may have, or under one note that keeps it
-    /// from them; and the note at its start.
+    /// Where the first part of `range` ends that is either all memory that children and dumps may have, or under one note
+    /// that keeps it from them; and the note at its start.
     pub fn alike_for_copies(&self, range: Range) -> (u64, Attributes) {
         let (mut at, note) = self.stretch(range.start, range.end);
         while at < range.end && !note.is_kept_from_copies() {
@@ -272,8 +273,8 @@ impl RangeAttributes {
         self.cut(range);
     }
 
-    /// The mapping at `from` is at `to` now, which is longer or shorter, perhaps at the same address. Notes come along, those
-    /// of the end for what grew; `from` `keeps` its own if it is still mapped.
+    /// The mapping at `from` is at `to` now, which is longer or shorter, perhaps at the same address. Notes come along,
+    /// those of the end for what grew; `from` `keeps` its own if it is still mapped.
     pub fn carry(&mut self, from: Range, to: Range, keeps: bool) {
         let moves = from.start != to.start;
         if moves {

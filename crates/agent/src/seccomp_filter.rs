@@ -1,9 +1,9 @@
 //! Whether a seccomp filter lets the agent work.
 //!
-//! A filter is a small program that the kernel runs at every system call. A program that installs one does so through an interposed call, so
-//! the agent runs the filter first, for each call that the agent and the interposed functions make. If it allows them all, the agent
-//! stays, as under QEMU's sandbox, which forbids only calls that an emulator does not need. Otherwise the agent leaves before the
-//! filter comes: the kernel may kill a process for a forbidden call.
+//! A filter is a small program that the kernel runs at every system call. A program that installs one does so through an
+//! interposed call, so the agent runs the filter first, for each call that the agent and the interposed functions make. If
+//! it allows them all, the agent stays, as under QEMU's sandbox, which forbids only calls that an emulator does not need.
+//! Otherwise the agent leaves before the filter comes: the kernel may kill a process for a forbidden call.
 
 use core::ffi::{c_int, c_long};
 use libc::sock_filter;

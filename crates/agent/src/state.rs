@@ -1,7 +1,7 @@
 //! What the program's threads and the agent's share: one state per process.
 //!
-//! The words are atomic. Only a holder of the mapping lock reaches the tables. Socket and domain are written before the agent's first
-//! thread and never again.
+//! The words are atomic. Only a holder of the mapping lock reaches the tables. Socket and domain are written before the
+//! agent's first thread and never again.
 
 use crate::mapping_lock::{MappingLock, MappingLockGuard};
 use crate::owned_ranges::Owned;
@@ -10,8 +10,8 @@ use crate::runtime::thread::Thread;
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-/// The agent entered a program that ran already: it sees no call of the program, and while it replaces mappings the daemon has
-/// stopped the program's threads.
+/// The agent entered a program that ran already: it sees no call of the program, and while it replaces mappings the daemon
+/// has stopped the program's threads.
 pub(crate) const ATTACHED: bool = cfg!(feature = "attached");
 
 /// `me` of the agent's thread for the mapping lock, and of the cold tier's; no thread pointer has these values.
@@ -111,9 +111,9 @@ impl Shared {
 
     /// The tables, for a holder of the mapping lock.
     pub fn tables<'a>(&'a self, held: &'a MappingLockGuard<'a>) -> Tables<'a> {
-        // SAFETY: the caller's guard shows that this thread holds the mapping lock, so no other thread has the tables. An outer frame of the
-        // same thread may hold the lock too (a signal handler interrupted it): signals are blocked while the table changes, and such a
-        // frame has read copies only.
+        // SAFETY: the caller's guard shows that this thread holds the mapping lock, so no other thread has the tables. An
+        // outer frame of the same thread may hold the lock too (a signal handler interrupted it): signals are blocked while
+        // the table changes, and such a frame has read copies only.
         unsafe { Tables { _held: held, table: &mut *GUARDED.table.get(), merged: &mut *GUARDED.merged.get() } }
     }
 

@@ -52,8 +52,8 @@ fn program_and_agent_exclude_each_other() {
     });
 }
 
-/// A signal handler that interrupts its own thread inside the mapping lock passes through; the mapping lock stays held until the outer
-/// frame lets go.
+/// A signal handler that interrupts its own thread inside the mapping lock passes through; the mapping lock stays held until
+/// the outer frame lets go.
 #[test]
 fn the_owner_passes_and_others_wait_for_the_outer_frame() {
     loom::model(|| {

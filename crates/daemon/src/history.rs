@@ -1,4 +1,5 @@
-//! What the graphs show: a bounded past. The daemon keeps it so that it is there when a page is opened; `top` begins with its copy.
+//! What the graphs show: a bounded past. The daemon keeps it so that it is there when a page is opened; `top` begins with
+//! its copy.
 //!
 //! Two rings for all domains together and for each domain: every sample of the last ten minutes, and the mean of each
 //! minute of the last day. Memory is bounded by the number of domains that are remembered, not by time.

@@ -1,9 +1,9 @@
 //! State, pacing, metrics and the control socket.
 //!
 //! The daemon owns domains and their workers. Processes come by connecting: agents greet and become clients (`clients` if
-//! they are merged live, [`cold`] if their idle memory is evicted), operators send one JSON request ([`control`]), browsers and
-//! collectors use HTTP ([`web`], [`metrics`]). The daemon may be killed at any instant: clients keep their merged pages, since
-//! the kernel holds them, and greet the next daemon.
+//! they are merged live, [`cold`] if their idle memory is evicted), operators send one JSON request ([`control`]), browsers
+//! and collectors use HTTP ([`web`], [`metrics`]). The daemon may be killed at any instant: clients keep their merged pages,
+//! since the kernel holds them, and greet the next daemon.
 
 mod clients;
 pub mod cold;

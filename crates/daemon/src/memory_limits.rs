@@ -107,7 +107,8 @@ fn file_cache(stat: &str) -> u64 {
     sum("total_").or_else(|| sum("")).unwrap_or(0)
 }
 
-/// The control groups that count a process's memory, its own first, by what /proc/PID/cgroup says; all are mounted at `root`.
+/// The control groups that count a process's memory, its own first, by what /proc/PID/cgroup says; all are mounted at
+/// `root`.
 fn levels_of(text: &str, root: &Path) -> Vec<Level> {
     let mut levels = Vec::new();
     for line in text.lines() {
@@ -210,7 +211,8 @@ impl MemoryLimits {
         keeps && self.has(bytes)
     }
 
-    /// Bytes that fill no limit of a control group but of those that `other` is in as well: what is put out of there makes room there.
+    /// Bytes that fill no limit of a control group but of those that `other` is in as well: what is put out of there makes
+    /// room there.
     pub fn free_apart(&self, other: &MemoryLimits) -> u64 {
         self.follow();
         other.follow();
@@ -220,8 +222,9 @@ impl MemoryLimits {
         usages.map(Usage::free).min().unwrap_or(u64::MAX)
     }
 
-    /// Counts up to `wanted` pages as used, as many as may come back now, and returns their number. It is 0 if they would fill a limit:
-    /// other pages have to be evicted first, because the kernel kills at the limit and does not wait for the evictor.
+    /// Counts up to `wanted` pages as used, as many as may come back now, and returns their number. It is 0 if they would
+    /// fill a limit: other pages have to be evicted first, because the kernel kills at the limit and does not wait for the
+    /// evictor.
     pub fn reserve_pages(&self, wanted: u64) -> u64 {
         if self.left.fetch_sub(wanted as i64, Ordering::Relaxed) >= wanted as i64 {
             return wanted;

@@ -83,7 +83,8 @@ pub struct Client {
     pub waits: Waits,
     /// Those of the last five minutes.
     pub waits_recent: Waits,
-    /// Its memory that is not managed, by reason, the largest first. Looked at when a status is asked for, at most each few seconds.
+    /// Its memory that is not managed, by reason, the largest first. Looked at when a status is asked for, at most each few
+    /// seconds.
     pub unmanaged: Vec<UnmanagedMemory>,
     /// What became of memory that its budget of mappings keeps private.
     pub leftover: Leftover,
@@ -99,7 +100,8 @@ pub struct Leftover {
     pub handed_bytes: u64,
     /// Pages of the client that KSM has merged.
     pub ksm_pages: u64,
-    /// KSM's profit from the client as the kernel counts it: bytes of these pages less its records; 0 where the kernel does not tell.
+    /// KSM's profit from the client as the kernel counts it: bytes of these pages less its records; 0 where the kernel does
+    /// not tell.
     pub ksm_profit_bytes: i64,
 }
 
@@ -117,7 +119,8 @@ pub struct UnmanagedMemory {
 }
 
 impl Client {
-    /// Takes over what the client's agent counts in the channel. A new counter of the agent needs a field here, and this line.
+    /// Takes over what the client's agent counts in the channel. A new counter of the agent needs a field here, and this
+    /// line.
     pub(crate) fn read_counters(&mut self, counters: &AgentCounters) {
         self.freezes = counters.freezes.load(Ordering::Relaxed);
         self.freeze_ns_max = counters.freeze_ns_max.load(Ordering::Relaxed);
@@ -165,7 +168,8 @@ pub struct Status {
     pub version: String,
     /// The daemon's process id.
     pub pid: i32,
-    /// How systemctl names the service that it is, such as `pagefold.service` or `--user pagefold.service`; empty if it is none.
+    /// How systemctl names the service that it is, such as `pagefold.service` or `--user pagefold.service`; empty if it is
+    /// none.
     pub service: String,
     /// Seconds since it started.
     pub uptime_s: f64,
@@ -192,7 +196,8 @@ pub struct Status {
 }
 
 impl Status {
-    /// Memory that would be in use without pagefold, less all that it uses; of a domain: less its pool, records, mappings and tier.
+    /// Memory that would be in use without pagefold, less all that it uses; of a domain: less its pool, records, mappings
+    /// and tier.
     pub fn saved_bytes(&self, domain: Option<&str>) -> i64 {
         let is_meant = |name: &str| domain.is_none_or(|wanted| wanted == name);
         let live = match domain {

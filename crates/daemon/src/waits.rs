@@ -1,7 +1,7 @@
 //! How long programs waited for pagefold: since they became clients, and over the last minutes.
 //!
-//! Counts of waits by duration only grow. A client keeps copies of its counts, one each half minute. What was counted since the
-//! copy of five minutes ago is the recent past.
+//! Counts of waits by duration only grow. A client keeps copies of its counts, one each half minute. What was counted since
+//! the copy of five minutes ago is the recent past.
 
 use pagefold_tier::quantile_bucket;
 use serde::{Deserialize, Serialize};

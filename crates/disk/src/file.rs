@@ -54,8 +54,8 @@ pub struct Stamp {
     pub size: u64,
     /// Last change of content: seconds and nanoseconds.
     pub mtime: (i64, u32),
-    /// Last change of inode or content: seconds and nanoseconds. No call on a mounted file system can set it back, and a file
-    /// that reuses an inode number gets a new one, so it serves as the file's generation too.
+    /// Last change of inode or content: seconds and nanoseconds. No call on a mounted file system can set it back, and a
+    /// file that reuses an inode number gets a new one, so it serves as the file's generation too.
     pub ctime: (i64, u32),
     /// Device number, or in a stamp of [`BlockFile::persistent_stamp`] the file system's identity.
     pub dev: u64,

@@ -153,7 +153,8 @@ impl Frames {
         (0..PREFETCH_BYTES).step_by(64).for_each(|byte| llds::prefetch(at.wrapping_add(byte)));
     }
 
-    /// Copies `from` into `frame`, starting at byte `offset`. The caller owns the frame or holds the lock of its dirty block.
+    /// Copies `from` into `frame`, starting at byte `offset`. The caller owns the frame or holds the lock of its dirty
+    /// block.
     pub(crate) fn copy_in(&self, frame: FrameIndex, offset: usize, from: &[u8]) {
         self.write(frame, |bytes| bytes[offset..offset + from.len()].copy_from_slice(from));
     }

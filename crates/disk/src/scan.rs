@@ -209,7 +209,8 @@ fn for_each_part(path: &Path, mut visit: impl FnMut(u64, u64, &[u8])) -> io::Res
     if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
-    // For kernels from 6.3 on without `RWF_DONTCACHE` (see `read_once::read_at`): these pages are evicted before pages in use.
+    // For kernels from 6.3 on without `RWF_DONTCACHE` (see `read_once::read_at`): these pages are evicted before pages in
+    // use.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::NoReuse);
     let size = metadata.len();
     let mut buffer = vec![0; READ_BYTES];

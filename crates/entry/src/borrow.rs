@@ -1,9 +1,9 @@
-//! The instructions that a borrowed thread executes: it maps the agent's memory, starts the agent's first thread, and goes back to
-//! what it did. Or, without an agent, it tells the kernel that KSM may merge the program's memory.
+//! The instructions that a borrowed thread executes: it maps the agent's memory, starts the agent's first thread, and goes
+//! back to what it did. Or, without an agent, it tells the kernel that KSM may merge the program's memory.
 //!
-//! The thread uses none of the program's stack, for that may have no room, and leaves every register as it was. Whatever it needs
-//! stands in [`Words`] beside the instructions before its registers are set, so a tracer that dies after that is not missed. Signals
-//! wait from the first call to the last; the new thread lets all of them wait for ever.
+//! The thread uses none of the program's stack, for that may have no room, and leaves every register as it was. Whatever it
+//! needs stands in [`Words`] beside the instructions before its registers are set, so a tracer that dies after that is not
+//! missed. Signals wait from the first call to the last; the new thread lets all of them wait for ever.
 //!
 //! The new thread waits until the agent's code is written, ten seconds at most, and else unmaps everything and ends.
 

@@ -1,8 +1,9 @@
 //! The steps of an entry, and of leaving.
 //!
 //! 1. [`look`] decides whether the program can be entered, and says why not.
-//! 2. One thread of it is stopped, at a moment at which nothing would be lost: no signal is on its way to the thread, and the thread is not
-//!    in the middle of a restartable sequence. Its registers are set to the instructions of [`borrow`], and it goes on.
+//! 2. One thread of it is stopped, at a moment at which nothing would be lost: no signal is on its way to the thread, and
+//!    the thread is not in the middle of a restartable sequence. Its registers are set to the instructions of [`borrow`],
+//!    and it goes on.
 //! 3. The new thread waits for the agent's code, which is written from outside; then it begins.
 //! 4. The agent opens its socket, and the other end is taken.
 //!
@@ -221,8 +222,8 @@ pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<En
     }
 }
 
-/// Has the kernel's KSM merge the memory of process `pid`, or (`merges` is false) not any more, as `PR_SET_MEMORY_MERGE` of prctl(2)
-/// does. Children inherit it. Returns how long one of its threads stood still.
+/// Has the kernel's KSM merge the memory of process `pid`, or (`merges` is false) not any more, as `PR_SET_MEMORY_MERGE` of
+/// prctl(2) does. Children inherit it. Returns how long one of its threads stood still.
 ///
 /// A seccomp filter is suspended for the call. Only if the tracer is killed in these microseconds, the filter judges it.
 ///
@@ -322,7 +323,8 @@ enum Unfit {
     Lasting(EntryError),
 }
 
-/// The threads of a process: first those that run, then those that sleep in calls which go on after a stop as if nothing had been.
+/// The threads of a process: first those that run, then those that sleep in calls which go on after a stop as if nothing had
+/// been.
 fn threads_by_calm(pid: i32) -> Vec<i32> {
     let mut threads = procfs::threads(pid).unwrap_or_default();
     threads.sort_by_cached_key(|thread| unrest(pid, *thread));
@@ -401,8 +403,8 @@ fn try_thread(tracer: &Tracer, thread: i32, patience: Duration, plan: &Plan<'_>)
     }
 }
 
-/// Lets `thread` make the calls of [`borrow`] without its filters, which are in force again before it goes back to code of the
-/// program's. Returns a signal that it is still to handle.
+/// Lets `thread` make the calls of [`borrow`] without its filters, which are in force again before it goes back to code of
+/// the program's. Returns a signal that it is still to handle.
 fn run_unfiltered(tracer: &Tracer, thread: i32) -> i32 {
     /// It blocks signals, makes its call, and restores the signals: each begins and ends.
     const STOPS: u32 = 6;
@@ -478,7 +480,8 @@ fn at_instructions(registers: &Registers, at: u64) -> Registers {
 /// What the instructions need, with the registers as the thread is to have them when it goes on.
 #[cfg(target_arch = "x86_64")]
 fn words(what: &Purpose<'_>, registers: &Registers, mask: u64) -> Words {
-    // What the kernel does when a thread goes on that was stopped in a call: it makes the call again. Numbers of the kernel's own.
+    // What the kernel does when a thread goes on that was stopped in a call: it makes the call again. Numbers of the
+    // kernel's own.
     const RESTART: [i64; 3] = [-512, -513, -514];
     const RESTART_BLOCK: i64 = -516;
     const SYSCALL_LEN: u64 = 2;

@@ -89,8 +89,8 @@ pub fn unfinished(memory: &Memory, maps: &[OwnedMap], mark: &[u8]) -> Option<Ran
     })
 }
 
-/// Where `len` bytes of zeros lie that the program may execute and never does: behind the end of the kernel's own page of code, or
-/// of the code of a file.
+/// Where `len` bytes of zeros lie that the program may execute and never does: behind the end of the kernel's own page of
+/// code, or of the code of a file.
 pub fn unused_code(memory: &Memory, maps: &[OwnedMap], len: usize) -> Option<u64> {
     code_mappings(maps).find_map(|map| {
         // A margin of zeros stays before it: the last instruction may have zeros as its operand.

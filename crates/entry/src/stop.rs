@@ -1,8 +1,9 @@
-//! All threads of a program stand still for the length of a closure, so that a mapping can be checked and replaced as one step.
+//! All threads of a program stand still for the length of a closure, so that a mapping can be checked and replaced as one
+//! step.
 //!
 //! A thread that sleeps in the kernel and cannot be stopped there, for a disk say, counts as still if the call in which it
-//! sleeps changes no mappings: before it runs code of the program's again it stops. Any other thread that does not stop in time makes
-//! the stop fail, and the program goes on.
+//! sleeps changes no mappings: before it runs code of the program's again it stops. Any other thread that does not stop in
+//! time makes the stop fail, and the program goes on.
 //!
 //! The closure runs on a thread of its own, the tracer. When that ends, the kernel lets go of whatever is still traced.
 
@@ -203,7 +204,8 @@ fn is_dead(pid: i32, thread: i32) -> bool {
     state_of(pid, thread).is_none_or(|state| matches!(state, b'Z' | b'X'))
 }
 
-/// True if `thread` sleeps where no signal wakes it, in a call that changes no mappings: it will stop before it makes another.
+/// True if `thread` sleeps where no signal wakes it, in a call that changes no mappings: it will stop before it makes
+/// another.
 fn changes_nothing(pid: i32, thread: i32) -> bool {
     const CALLS: [libc::c_long; 16] = [
         libc::SYS_read,

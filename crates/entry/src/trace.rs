@@ -1,5 +1,5 @@
-//! The calls of ptrace(2) that an entry needs, typed. Each belongs to the thread that made [`Tracer`]: the kernel knows tracers
-//! by thread, and ends the tracing when that thread ends.
+//! The calls of ptrace(2) that an entry needs, typed. Each belongs to the thread that made [`Tracer`]: the kernel knows
+//! tracers by thread, and ends the tracing when that thread ends.
 
 use std::io;
 use std::marker::PhantomData;
@@ -44,8 +44,8 @@ impl Tracer {
         call(libc::PTRACE_SEIZE, thread, 0, 0).map(drop)
     }
 
-    /// Suspends the seccomp filters of `thread`, which stands still, until [`resume_filters`](Self::resume_filters) or the end of the
-    /// tracing; reports of its calls are told from signals meanwhile.
+    /// Suspends the seccomp filters of `thread`, which stands still, until [`resume_filters`](Self::resume_filters) or the
+    /// end of the tracing; reports of its calls are told from signals meanwhile.
     ///
     /// # Errors
     /// `EPERM` without `CAP_SYS_ADMIN`, or if this thread has a filter itself; `EINVAL` if the kernel cannot.
@@ -140,8 +140,9 @@ impl Tracer {
         Ok(mask)
     }
 
-    /// Writes `bytes`, whole words, at address `at` of the memory of `thread`, which stands still; also where the program may only read:
-    /// it gets a page of its own there. Kernels that forbid such writes through /proc/PID/mem allow them to a tracer.
+    /// Writes `bytes`, whole words, at address `at` of the memory of `thread`, which stands still; also where the program
+    /// may only read: it gets a page of its own there. Kernels that forbid such writes through /proc/PID/mem allow them to a
+    /// tracer.
     ///
     /// # Errors
     /// `EIO` if part of it is not mapped, `ESRCH` if the thread does not stand still.

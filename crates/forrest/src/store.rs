@@ -646,8 +646,9 @@ impl Store {
 
     /// Makes room for `entries` entries in all, so that inserts up to there copy nothing to grow.
     ///
-    /// The memory is allocated and touched now: about 20 bytes for each entry. Entries other than keys of 8 bytes with values
-    /// of up to 8 bytes take further memory when they are set. Deletes shrink the room when a third of it would suffice.
+    /// The memory is allocated and touched now: about 20 bytes for each entry. Entries other than keys of 8 bytes with
+    /// values of up to 8 bytes take further memory when they are set. Deletes shrink the room when a third of it would
+    /// suffice.
     ///
     /// # Errors
     /// [`Error::TooMany`], with nothing done, if these entries alone would exceed the memory limit. [`Error::Arena`] at the

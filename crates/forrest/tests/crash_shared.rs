@@ -7,10 +7,10 @@
 //! after its last operation; from time to time all workers are killed and the whole store is checked.
 //!
 //! Most keys share one shard and come and go in waves, so that its buckets are often full: entries move between buckets,
-//! all workers want one lock, and so clean up after each other. Some values take many spans. A worker has two threads, with keys of their
-//! own, so that two threads die at the same time. After an injected death the recovering processes die as well, one after
-//! the other, each between two stores: beside others, and as the only one with the store open. Half of the time the store is
-//! full but for little: then what is refused has changed nothing.
+//! all workers want one lock, and so clean up after each other. Some values take many spans. A worker has two threads, with
+//! keys of their own, so that two threads die at the same time. After an injected death the recovering processes die as
+//! well, one after the other, each between two stores: beside others, and as the only one with the store open. Half of the
+//! time the store is full but for little: then what is refused has changed nothing.
 //!
 //! Sums are exact: each thread counts by compare-and-swap in a word of its own of one value that all of them change.
 //!

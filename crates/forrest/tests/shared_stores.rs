@@ -267,8 +267,8 @@ fn the_limit_is_an_error_and_nothing_is_lost() {
     assert!(store.delete(&0u64.to_le_bytes()).unwrap());
 }
 
-/// Where buckets are full and no array may grow, a change happens as a whole or not at all: also one that needs another slot,
-/// and room for it. Deletes need none.
+/// Where buckets are full and no array may grow, a change happens as a whole or not at all: also one that needs another
+/// slot, and room for it. Deletes need none.
 #[test]
 fn changes_refused_by_a_full_store_change_nothing() {
     let store = Options::new().limit_bytes(4 << 20).private().unwrap();
@@ -492,8 +492,8 @@ fn a_shared_store_stands_on_huge_pages_of_a_plain_tmpfs() {
     assert!(left + (4 << 20) < held, "{left} bytes of {held} are left");
 }
 
-/// Several writers set and delete values of many sizes, and then live on, idle. Returns the store's statistics and the bytes of
-/// its file.
+/// Several writers set and delete values of many sizes, and then live on, idle. Returns the store's statistics and the bytes
+/// of its file.
 fn churn(name: &Name, writers: u64, keys: u64, sizes: [u64; 2], limit_mib: u64) -> (forrest::Stats, u64) {
     let store = &Options::new().limit_bytes(limit_mib << 20).pages(forrest::Pages::Small).create(&name.0).unwrap();
     let all = &std::sync::Barrier::new(writers as usize + 1);

@@ -136,7 +136,8 @@ impl Detaching {
 }
 
 /// Does `work` in a detached process of its own, with only the descriptors `keep` open, and standard error if it `reports`
-/// something. This process must have one thread, and must not exec before [`Detaching::wait`]. What `work` owns is not dropped.
+/// something. This process must have one thread, and must not exec before [`Detaching::wait`]. What `work` owns is not
+/// dropped.
 ///
 /// # Errors
 /// The process cannot be made.
@@ -283,8 +284,8 @@ struct LoopConfig {
     reserved: [u64; 8],
 }
 
-/// Binds `file` to a free loop device, read-only. The device frees itself with its last user. Returns its path, and the device
-/// held open.
+/// Binds `file` to a free loop device, read-only. The device frees itself with its last user. Returns its path, and the
+/// device held open.
 ///
 /// # Errors
 /// Without privilege, or without loop devices.

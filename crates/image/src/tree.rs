@@ -214,7 +214,8 @@ impl Tree {
         self.resolve_parent_over(path, make, |_, _| false)
     }
 
-    /// The same; a file or link on the way is replaced by a directory if `gives_way` returns true for its directory and name.
+    /// The same; a file or link on the way is replaced by a directory if `gives_way` returns true for its directory and
+    /// name.
     pub(crate) fn resolve_parent_over(
         &mut self,
         path: &[u8],

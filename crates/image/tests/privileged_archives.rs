@@ -1,7 +1,8 @@
-//! Archives from everywhere: an image has what GNU tar unpacks, in names, kinds, modes, owners, times, links, attributes, bytes.
+//! Archives from everywhere: an image has what GNU tar unpacks, in names, kinds, modes, owners, times, links, attributes,
+//! bytes.
 //!
-//! The test takes the archives that the machine has (crates, Go's and Python's own tests). `PAGEFOLD_ARCHIVES` names files and
-//! directories to compare instead, with colons between them. Run it as root: GNU tar sets owners for root alone.
+//! The test takes the archives that the machine has (crates, Go's and Python's own tests). `PAGEFOLD_ARCHIVES` names files
+//! and directories to compare instead, with colons between them. Run it as root: GNU tar sets owners for root alone.
 
 use pagefold_image::build::{self, Omissions, apply_archive};
 use pagefold_image::config::Limits;
@@ -215,8 +216,8 @@ fn an_image_has_what_gnu_tar_unpacks() {
     assert_eq!(faults, 0, "archives that differ, and of which ARGUED does not say why");
 }
 
-/// Gives directories the time that they have in the image if GNU tar has written in them after it had set their times: it makes
-/// links to elsewhere last, and takes a directory's entry when it comes.
+/// Gives directories the time that they have in the image if GNU tar has written in them after it had set their times: it
+/// makes links to elsewhere last, and takes a directory's entry when it comes.
 fn untouched(mut tar: Listing, image: &Listing, began: i64) -> Listing {
     for (path, (what, meta)) in &mut tar {
         if let (Some(meta), Some((_, Some(of_image)))) = (meta, image.get(path))

@@ -20,7 +20,8 @@ pub const FREEZE_PAGES_MAX: u64 = pagefold_protocol::message::FREEZE_PAGES_MAX a
 pub const PIECES_MAX: usize = pagefold_protocol::message::LIST_MAX / 2;
 /// Pool mappings that one client may have.
 pub const MAPPINGS_MAX: usize = 1 << 20;
-/// The largest budget of mappings: what a program cuts in pieces itself comes on top, and forked children have their parent's.
+/// The largest budget of mappings: what a program cuts in pieces itself comes on top, and forked children have their
+/// parent's.
 pub const VMA_BUDGET_MAX: u64 = MAPPINGS_MAX as u64 / 2;
 
 /// Neighbouring pages that were written, and what they are.
@@ -97,8 +98,9 @@ pub trait Client: Send {
     /// [`Gone`].
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone>;
 
-    /// The page faults of the process so far. While the number stays the same, none of its threads has written to a page that
-    /// was protected, nor to one that was not there; writes of other processes (a debugger) need not count. `None` if it is unknown.
+    /// The page faults of the process so far. While the number stays the same, none of its threads has written to a page
+    /// that was protected, nor to one that was not there; writes of other processes (a debugger) need not count. `None` if
+    /// it is unknown.
     fn faults(&mut self) -> Option<u64> {
         None
     }
@@ -132,8 +134,8 @@ pub trait Client: Send {
     /// [`Gone`].
     fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone>;
 
-    /// Appends the pages of `range` that no other process maps. A page that a fork shares cannot be merged before one of both writes to
-    /// it: it is not worth a slot.
+    /// Appends the pages of `range` that no other process maps. A page that a fork shares cannot be merged before one of
+    /// both writes to it: it is not worth a slot.
     fn mapped_alone(&mut self, range: Range, out: &mut Vec<u64>) {
         out.extend((range.start..range.end).step_by(PAGE_SIZE));
     }
@@ -159,8 +161,8 @@ pub trait Client: Send {
         Ok(())
     }
 
-    /// Lends the plain memory to the cold tier (`lent`) and stops watching it, or takes it back. Merged memory stays as it is.
-    /// Returns false if that is not possible.
+    /// Lends the plain memory to the cold tier (`lent`) and stops watching it, or takes it back. Merged memory stays as it
+    /// is. Returns false if that is not possible.
     ///
     /// # Errors
     /// [`Gone`].
@@ -173,8 +175,8 @@ pub trait Client: Send {
         false
     }
 
-    /// Called in each period. `left_out`: since the last call, pages of it with a twin stayed private because it has no mappings left
-    /// for runs as short as theirs. It may have another system merge its plain memory.
+    /// Called in each period. `left_out`: since the last call, pages of it with a twin stayed private because it has no
+    /// mappings left for runs as short as theirs. It may have another system merge its plain memory.
     ///
     /// # Errors
     /// [`Gone`].

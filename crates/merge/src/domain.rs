@@ -309,7 +309,8 @@ pub struct Domain {
     /// Locked to be changed for one chunk at a time: others wait while it is.
     chunks: RwLock<ChunkRefs>,
     members: RwLock<BTreeMap<ClientId, Arc<Member>>>,
-    /// Held shared while a member is added or removed, and exclusively while all members' pages are counted. First of all locks.
+    /// Held shared while a member is added or removed, and exclusively while all members' pages are counted. First of all
+    /// locks.
     roster: RwLock<()>,
     /// Audits that want all clients at rest: no step begins.
     auditing: AtomicUsize,
@@ -575,8 +576,8 @@ impl Domain {
     /// Takes one step with some client that is due at `now_ns`, if there is one that no worker holds.
     /// `gone` gets a client that turned out to be gone; it is already forgotten.
     ///
-    /// Of clients that are due the worker on processor `cpu` takes those first that had their last step there, unless another
-    /// has waited for a period: a process that ran on two processors pays for both whenever its page table changes.
+    /// Of clients that are due the worker on processor `cpu` takes those first that had their last step there, unless
+    /// another has waited for a period: a process that ran on two processors pays for both whenever its page table changes.
     pub fn step_any(&self, now_ns: u64, cpu: Option<u64>, gone: &mut Vec<ClientId>) -> Option<Next> {
         if self.auditing.load(Ordering::Acquire) > 0 {
             return None;
@@ -831,8 +832,8 @@ impl Domain {
     }
 
     /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right. All work waits
-    /// meanwhile: pages that are being merged are in one book earlier than in the other. Other work does not wait for a client
-    /// that does not answer.
+    /// meanwhile: pages that are being merged are in one book earlier than in the other. Other work does not wait for a
+    /// client that does not answer.
     pub fn audit(&self) -> Vec<String> {
         let mut busy = None;
         for _ in 0..AUDIT_ROUNDS {

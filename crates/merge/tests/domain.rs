@@ -476,7 +476,8 @@ fn unmerging_gives_private_memory_back_and_resuming_merges_it_again() {
     assert_eq!(a.slots().len(), 300);
 }
 
-/// A prediction covers several spans; where it fails in the first, those behind are merged all the same, and left alone then.
+/// A prediction covers several spans; where it fails in the first, those behind are merged all the same, and left alone
+/// then.
 #[test]
 fn what_is_merged_is_not_frozen_again() {
     let mut bench = Bench::simple();
@@ -710,8 +711,8 @@ fn huge_pages_are_split_only_where_it_pays() {
     }
 }
 
-/// Huge pages are looked up and predicted as ones, wherever their slots begin: with their segment, within, or in two of them. Where
-/// one is not as predicted the rest of it is merged all the same, and those behind it are merged whole.
+/// Huge pages are looked up and predicted as ones, wherever their slots begin: with their segment, within, or in two of
+/// them. Where one is not as predicted the rest of it is merged all the same, and those behind it are merged whole.
 #[test]
 fn huge_pages_are_merged_whole_wherever_their_slots_are() {
     const CHUNKS: u64 = 10;
@@ -787,8 +788,8 @@ fn the_index_forgets_what_changed() {
     assert!(sizes[11] < sizes[1] * 2, "{sizes:?}");
 }
 
-/// Where the index leads to a page that changed meanwhile, the first of several equal ones takes its place; the others are its
-/// twins.
+/// Where the index leads to a page that changed meanwhile, the first of several equal ones takes its place; the others are
+/// its twins.
 #[test]
 fn twins_that_find_a_page_that_changed_are_merged_with_each_other() {
     let mut bench = Bench::simple();

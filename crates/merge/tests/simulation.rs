@@ -13,8 +13,8 @@ fn env(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
 }
 
-/// The seeds that are run: `usual` of them, unless the environment says otherwise; and whether they are so many that all must have
-/// happened in their runs.
+/// The seeds that are run: `usual` of them, unless the environment says otherwise; and whether they are so many that all
+/// must have happened in their runs.
 fn seeds(usual: u64) -> (std::ops::Range<u64>, bool) {
     let seeds = match env("PAGEFOLD_SIM_SEED") {
         Some(seed) => seed..seed + 1,
@@ -100,9 +100,9 @@ fn huge_pages_that_are_merged_whole_show_what_was_written_last() {
     assert!(!are_enough || whole > 50, "{whole} huge pages");
 }
 
-/// Seeds that once left a page: slots of one content in two segments of an earlier daemon, of which only the released one was
-/// in the index (595, 606, 775) or was retired (1138), pages that were healed before the table had them (356, 853), and pages that
-/// were written between a look and a freeze (1285).
+/// Seeds that once left a page: slots of one content in two segments of an earlier daemon, of which only the released one
+/// was in the index (595, 606, 775) or was retired (1138), pages that were healed before the table had them (356, 853), and
+/// pages that were written between a look and a freeze (1285).
 const SEEDS_THAT_LEFT_A_PAGE: [u64; 7] = [356, 595, 606, 775, 853, 1138, 1285];
 
 /// With the writers stopped, every duplicate is merged in the end, broken pages included: none is forgotten. Of what the
@@ -137,8 +137,8 @@ fn when_writers_rest_every_duplicate_is_merged() {
     }
 }
 
-/// A client of a process with threads that act while pages are merged, and else rest: written before, a huge page is not one that is
-/// merged whole.
+/// A client of a process with threads that act while pages are merged, and else rest: written before, a huge page is not one
+/// that is merged whole.
 fn stirred_by_merges(honest: SimClient, machine: &Machine) -> Scripted {
     let machine = machine.clone();
     let at = move |call| {

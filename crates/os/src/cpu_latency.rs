@@ -1,10 +1,10 @@
 //! Keeps processors awake while other threads wait for ours again and again.
 //!
-//! A thread that waits for another thread's answer puts its own processor to sleep, and waking a processor costs more than many
-//! an answer: 20 to 35 us for a halted one of a virtual machine, 100 us and more for the deep states of a real one. A hold
-//! on `/dev/cpu_dma_latency` (the kernel's "PM QoS") forbids such sleep to all processors as long as it is open; a
-//! process that dies lets go of it. It burns what the sleep would have saved, so it is held only while answers come
-//! thick, and a moment longer.
+//! A thread that waits for another thread's answer puts its own processor to sleep, and waking a processor costs more than
+//! many an answer: 20 to 35 us for a halted one of a virtual machine, 100 us and more for the deep states of a real one. A
+//! hold on `/dev/cpu_dma_latency` (the kernel's "PM QoS") forbids such sleep to all processors as long as it is open; a
+//! process that dies lets go of it. It burns what the sleep would have saved, so it is held only while answers come thick,
+//! and a moment longer.
 
 use crate::fd::Fd;
 use crate::raw::Result;

@@ -1,5 +1,5 @@
-//! Which processes have become another program. The kernel reports it to subscribers, so that they need not look at all processes
-//! (its connector of process events, see `linux/cn_proc.h`).
+//! Which processes have become another program. The kernel reports it to subscribers, so that they need not look at all
+//! processes (its connector of process events, see `linux/cn_proc.h`).
 
 use crate::fd::Fd;
 use crate::raw::{Errno, Result, retry};

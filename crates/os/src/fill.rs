@@ -2,8 +2,8 @@
 
 use std::io;
 
-/// Fills `buffer` by `read`, which gets what is left of it and how many bytes there are already. Returns how many bytes there are in
-/// the end: fewer than the buffer holds only where `read` has returned 0. Interrupted calls are made again.
+/// Fills `buffer` by `read`, which gets what is left of it and how many bytes there are already. Returns how many bytes
+/// there are in the end: fewer than the buffer holds only where `read` has returned 0. Interrupted calls are made again.
 ///
 /// # Errors
 /// Those of `read`.

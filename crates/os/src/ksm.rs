@@ -48,7 +48,8 @@ pub struct ProcessStat {
     pub merges_all: Option<bool>,
 }
 
-/// What KSM did to process `pid` (kernel 6.1 or later, a process that the caller may trace); `None` if that is not to be seen.
+/// What KSM did to process `pid` (kernel 6.1 or later, a process that the caller may trace); `None` if that is not to be
+/// seen.
 pub fn of_process(pid: i32) -> Option<ProcessStat> {
     Some(parse_stat(&fs::read_to_string(format!("/proc/{pid}/ksm_stat")).ok()?))
 }

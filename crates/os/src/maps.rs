@@ -31,8 +31,8 @@ impl Map<'_> {
             && (self.name.is_empty() || self.name == b"[heap]" || self.name.starts_with(b"[anon:"))
     }
 
-    /// True for a private mapping of a file that can be read and written, and not executed: a page that is written there becomes the
-    /// process's own. Devices and huge pages are left out, as far as their names tell.
+    /// True for a private mapping of a file that can be read and written, and not executed: a page that is written there
+    /// becomes the process's own. Devices and huge pages are left out, as far as their names tell.
     pub fn is_private_file(&self) -> bool {
         let is_device = self.name.starts_with(b"/dev/") && !self.name.starts_with(b"/dev/shm/");
         let is_special = is_device || self.name.starts_with(b"/anon_hugepage");

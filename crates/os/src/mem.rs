@@ -10,15 +10,15 @@ static NEXT: AtomicU64 = AtomicU64::new(0);
 /// Where what is mapped apart lies: below all that the kernel gives by itself.
 const APART: core::ops::Range<u64> = 0x0800_0000_0000..0x1000_0000_0000;
 
-/// Keeps the mappings of this process that are made by [`Mapping`] apart from those that others make, by `random`: the kernel puts
-/// them into holes, and a program may know of a hole of its own where it wants something later.
+/// Keeps the mappings of this process that are made by [`Mapping`] apart from those that others make, by `random`: the
+/// kernel puts them into holes, and a program may know of a hole of its own where it wants something later.
 pub fn keep_apart(random: u64) {
     let room = (APART.end - APART.start) / 2;
     NEXT.store(APART.start + random % room / PAGE_SIZE as u64 * PAGE_SIZE as u64, Ordering::Relaxed);
 }
 
-/// A wish where `len` bytes are to lie, if [`keep_apart`] was called; where something is already the kernel chooses. None touches
-/// another, and what can have huge pages begins with one.
+/// A wish where `len` bytes are to lie, if [`keep_apart`] was called; where something is already the kernel chooses. None
+/// touches another, and what can have huge pages begins with one.
 pub fn wish(len: u64) -> u64 {
     const HUGE: u64 = 2 << 20;
     let begin = |at: u64| if len >= HUGE { at.next_multiple_of(HUGE) } else { at };

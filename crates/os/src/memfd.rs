@@ -107,8 +107,8 @@ fn stat(fd: i32) -> Result<libc::stat> {
     Ok(unsafe { stat.assume_init() })
 }
 
-/// Returns whether `fd`, perhaps opened with `O_PATH`, is a memory file of small pages. Asks no file system but the kernel's own: a
-/// client may pass any file, also one of a file system that it serves itself and that answers when it likes.
+/// Returns whether `fd`, perhaps opened with `O_PATH`, is a memory file of small pages. Asks no file system but the kernel's
+/// own: a client may pass any file, also one of a file system that it serves itself and that answers when it likes.
 #[cfg(feature = "std")]
 pub fn is_one(fd: &Fd) -> bool {
     static DEVICE: std::sync::OnceLock<Option<(u32, u32)>> = std::sync::OnceLock::new();

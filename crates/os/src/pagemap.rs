@@ -151,7 +151,8 @@ impl PageEntry {
     }
 }
 
-/// Calls `each` with the address of each page of `range` that is in memory, is no file's, and is mapped by this process alone.
+/// Calls `each` with the address of each page of `range` that is in memory, is no file's, and is mapped by this process
+/// alone.
 ///
 /// # Errors
 /// As read(2).

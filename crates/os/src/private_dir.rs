@@ -21,8 +21,8 @@ pub fn runtime_dir() -> Result<PathBuf> {
     })
 }
 
-/// Makes `dir` and what is missing above it, and makes sure that only this user can change what lies in it. To be called before
-/// anything is put there.
+/// Makes `dir` and what is missing above it, and makes sure that only this user can change what lies in it. To be called
+/// before anything is put there.
 ///
 /// # Errors
 /// It cannot be made, or it exists and is a link, another user's, or writable by others. The text is a line with path

@@ -1,5 +1,5 @@
-//! Reads of data that is read once: the kernel keeps what it has cached already, which programs may be using, and drops what the read
-//! itself loads.
+//! Reads of data that is read once: the kernel keeps what it has cached already, which programs may be using, and drops what
+//! the read itself loads.
 
 use crate::raw::Errno;
 use crate::syscall;
@@ -31,8 +31,8 @@ pub fn is_supported(file: &File) -> bool {
 
 fn dropping(file: &File, buffer: &mut [u8], offset: u64) -> Result<usize, Errno> {
     let piece = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-    // SAFETY: the kernel writes into `buffer`, up to its length. The offset is given in two halves, of which a kernel of 64 bits
-    // reads the first alone.
+    // SAFETY: the kernel writes into `buffer`, up to its length. The offset is given in two halves, of which a kernel of 64
+    // bits reads the first alone.
     unsafe { syscall!(libc::SYS_preadv2, file.as_raw_fd(), &raw const piece, 1, offset, 0, DONT_CACHE) }
 }
 

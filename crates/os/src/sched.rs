@@ -144,8 +144,8 @@ pub fn cpu() -> Option<u64> {
     Some(u64::from(cpu))
 }
 
-/// Keeps the calling thread off `cpu`. For a thread that works beside another one on `cpu`: the kernel might make it wait for
-/// that one.
+/// Keeps the calling thread off `cpu`. For a thread that works beside another one on `cpu`: the kernel might make it wait
+/// for that one.
 pub fn keep_off(cpu: Option<u64>) {
     if let (Some(cpu), Ok(cpus)) = (cpu, Cpus::of_thread()) {
         cpus.bind_off(cpu, 0);

@@ -88,8 +88,8 @@ pub fn listen(path: &[u8]) -> Result<Fd> {
     Ok(socket)
 }
 
-/// Returns false if the listener at the socket `path` is gone or there is no such socket. It does not matter of which kind the
-/// socket is, or whether this process may connect. Never waits.
+/// Returns false if the listener at the socket `path` is gone or there is no such socket. It does not matter of which kind
+/// the socket is, or whether this process may connect. Never waits.
 ///
 /// # Errors
 /// As socket(2); `ENAMETOOLONG` if the path does not fit.

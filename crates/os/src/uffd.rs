@@ -327,8 +327,8 @@ impl Uffd {
         }
     }
 
-    /// Makes the absent pages of `range` unusable: a thread that touches one gets SIGBUS. Returns the bytes done and the error
-    /// that ended it, `EEXIST` at a page that is there.
+    /// Makes the absent pages of `range` unusable: a thread that touches one gets SIGBUS. Returns the bytes done and the
+    /// error that ended it, `EEXIST` at a page that is there.
     pub fn poison(&self, range: Range, mode: u64) -> (u64, Option<Errno>) {
         let mut arg = Zeropage { range: range.into(), mode, zeroed: 0 };
         match ioctl(&self.0, POISON, &mut arg) {

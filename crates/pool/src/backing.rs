@@ -1,8 +1,9 @@
 //! How slots get their memory while their segment is filled.
 //!
 //! A page of a shared mapping that is touched first costs a fault and is cleared before it is written: twice the time of the
-//! copy. So pages come by `UFFDIO_COPY` into a mapping that is registered for missing pages, which allocates, copies and maps
-//! in one call, and by whole huge pages in pools that are large enough. Where the kernel has neither, the fault does it.
+//! copy. So pages come by `UFFDIO_COPY` into a mapping that is registered for missing pages, which allocates, copies and
+//! maps in one call, and by whole huge pages in pools that are large enough. Where the kernel has neither, the fault does
+//! it.
 
 use crate::primitive::{AtomicU32, Ordering};
 use pagefold_os::fd::Fd;
@@ -130,7 +131,8 @@ impl Backing {
             return false;
         }
         let range = Range { start: block, end: block + BLOCK_LEN as u64 };
-        // The kernel fills no hole in a range that is watched for missing pages, and counts the page after the hole as part of it.
+        // The kernel fills no hole in a range that is watched for missing pages, and counts the page after the hole as part
+        // of it.
         let mapped = self.mapping.addr() + self.mapping.len() as u64;
         let open = Range { end: mapped.min(range.end + PAGE_SIZE as u64), ..range };
         if self.missing.as_ref().is_some_and(|missing| missing.unregister(open).is_err()) {

@@ -11,8 +11,8 @@
 //!   while there is a writable mapping.
 //!
 //! Where daemon and client have the same user the first two prove nothing: such a client may do to the daemon what it
-//! likes. The last two hold there too, so a forged file is worth what any page of that client is: bytes that do not change, and
-//! that are compared before they are shared.
+//! likes. The last two hold there too, so a forged file is worth what any page of that client is: bytes that do not change,
+//! and that are compared before they are shared.
 
 use crate::segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT, file_name, own_user};
 use pagefold_os::fd::Fd;

@@ -17,8 +17,8 @@
 //! dead it is [retired](Pool::retire): its pages get no more sharers, those that
 //! are left are moved to other slots, and it goes.
 //!
-//! What a process shows after that is memory all the same. The kernel tells when a file is gone ([`FileWatch`]): until then a
-//! segment is *orphaned*: it is counted in [`Stats`] and towards the pool's largest size.
+//! What a process shows after that is memory all the same. The kernel tells when a file is gone ([`FileWatch`]): until then
+//! a segment is *orphaned*: it is counted in [`Stats`] and towards the pool's largest size.
 //!
 //! **Why a segment number is reused.** Numbers end after 2 TiB; after that the
 //! number that was freed longest ago is used again. No counted share still names
@@ -55,8 +55,8 @@ const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
 /// Segments that are filled at once at most. Two workers that fill one would cut each other's runs in pieces.
 const LANES: usize = if cfg!(loom) { 1 } else { 4 };
 
-/// Pools leave one in so many of the process's descriptors to others: a connecting client needs some, even to hear that there
-/// are none.
+/// Pools leave one in so many of the process's descriptors to others: a connecting client needs some, even to hear that
+/// there are none.
 const DESCRIPTORS_LEFT: u64 = 4;
 /// More than so many they need not leave.
 const DESCRIPTORS_LEFT_MAX: u64 = 8192;
@@ -341,7 +341,8 @@ impl Pool {
 
     /// Publishes in a segment that has room.
     fn fill(&self, segment: &Arc<Segment>, pages: &[&Page]) -> Published {
-        // Of a huge page that is begun the rest is memory as well: little beside what a large pool has, and much for a small.
+        // Of a huge page that is begun the rest is memory as well: little beside what a large pool has, and much for a
+        // small.
         let large = self.published.load(Ordering::Relaxed) >= HUGE_FROM;
         let before = segment.bytes();
         let (index, taken) = segment.fill(pages, large.then_some(&self.huge));
@@ -371,8 +372,8 @@ impl Pool {
     }
 
     /// Takes in a segment of an earlier pool of this domain, by a descriptor that a client may have sent, and returns its
-    /// number. It stays while the hold lives, for the caller to count its sharers. `each` gets the published slots; to it the
-    /// segment is one of the pool already. Does not call it where another thread has taken the segment in.
+    /// number. It stays while the hold lives, for the caller to count its sharers. `each` gets the published slots; to it
+    /// the segment is one of the pool already. Does not call it where another thread has taken the segment in.
     ///
     /// # Errors
     /// [`Refused`]. A file that is not sealed may be later.
@@ -421,8 +422,8 @@ impl Pool {
         create: impl FnOnce(u32) -> std::io::Result<Segment>,
     ) -> Result<Arc<Segment>, PublishError> {
         let full = PublishError::Full { max_bytes: self.max_bytes };
-        // As late as possible, and the number that rested longest: an agent may still hold an old segment under its number, and
-        // may be about to compare with one of its slots.
+        // As late as possible, and the number that rested longest: an agent may still hold an old segment under its number,
+        // and may be about to compare with one of its slots.
         let mut free = lock(&self.free);
         let reused = if segments.all.len() as u32 >= self.numbers { Some(*free.front().ok_or(full)?) } else { None };
         let number = reused.unwrap_or(segments.all.len() as u32);

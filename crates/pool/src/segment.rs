@@ -16,7 +16,8 @@ pub const SEGMENT_LEN: usize = SLOTS_PER_SEGMENT as usize * PAGE_SIZE;
 /// Bytes of our own records per segment.
 pub const METADATA_BYTES: usize = SLOTS_PER_SEGMENT as usize * 4 + size_of::<Segment>();
 
-/// Segments of the process, each of which has a mapping for as long as it is there; kept out of the models, which have no limit.
+/// Segments of the process, each of which has a mapping for as long as it is there; kept out of the models, which have no
+/// limit.
 static MAPPED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
 /// How many segments the process has mapped.
@@ -29,7 +30,8 @@ pub fn file_name(pool: &str) -> String {
     format!("pagefold-pool:{pool}")
 }
 
-/// Marks a new segment's file as made for clients of `user`. Where the kernel refuses that, the file cannot be taken in later.
+/// Marks a new segment's file as made for clients of `user`. Where the kernel refuses that, the file cannot be taken in
+/// later.
 fn sign(file: &Fd, user: Option<u32>) {
     if let Some(user) = user.filter(|user| *user != own_user()) {
         let _ = memfd::set_group(file, user);
@@ -116,8 +118,8 @@ impl Segment {
         })
     }
 
-    /// Copies `pages` to the next free slots, as many as there are; returns the first and how many. They may lie on huge pages
-    /// as `huge` decides, if it is given.
+    /// Copies `pages` to the next free slots, as many as there are; returns the first and how many. They may lie on huge
+    /// pages as `huge` decides, if it is given.
     pub fn fill(&self, pages: &[&Page], huge: Option<&Huge>) -> (u32, usize) {
         let mut write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let first = self.published.load(Ordering::Relaxed);
@@ -184,8 +186,8 @@ impl Segment {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Tells what its slots are for. A worker that asks just before this changes may still share a slot: that share is counted,
-    /// and so seen later.
+    /// Tells what its slots are for. A worker that asks just before this changes may still share a slot: that share is
+    /// counted, and so seen later.
     pub fn is(&self, standing: Standing) -> bool {
         self.standing.load(Ordering::Acquire) == standing as u8
     }

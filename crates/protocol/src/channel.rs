@@ -1,8 +1,8 @@
 //! The channel: a sealed memory file that agent and daemon both have mapped.
 //!
-//! It holds the agent's counters, a list that the daemon writes, a list that the agent writes, and copies of pages. The other
-//! side may write anywhere in it at any time. Entries are therefore copied by volatile accesses before they are checked, and
-//! every entry type is [`Plain`]: any bytes are a valid value.
+//! It holds the agent's counters, a list that the daemon writes, a list that the agent writes, and copies of pages. The
+//! other side may write anywhere in it at any time. Entries are therefore copied by volatile accesses before they are
+//! checked, and every entry type is [`Plain`]: any bytes are a valid value.
 
 use crate::message::{EvictEntry, FETCH_PAGES_MAX, LIST_MAX, Outcome, Piece, RegionEntry};
 use crate::wait_histogram;
@@ -237,8 +237,8 @@ impl Channel {
         let mut copied = 0;
         while copied < len {
             let (from, to) = (range.start + copied as u64, PAGES + place * PAGE_SIZE + copied);
-            // SAFETY: the kernel reads the memory and reports what it cannot read; it writes inside the file, which this process
-            // and the other side access by volatile reads and copies only.
+            // SAFETY: the kernel reads the memory and reports what it cannot read; it writes inside the file, which this
+            // process and the other side access by volatile reads and copies only.
             match unsafe { syscall!(libc::SYS_pwrite64, self.fd.raw(), from, len - copied, to) } {
                 Ok(0) | Err(_) => break,
                 Ok(bytes) => copied += bytes,

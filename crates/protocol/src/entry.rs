@@ -1,7 +1,8 @@
-//! The page by which a process that enters a running program and the agent's first thread there talk, before they have a socket.
+//! The page by which a process that enters a running program and the agent's first thread there talk, before they have a
+//! socket.
 //!
-//! The entering process writes the page through /proc/PID/mem and reads it the same way. The agent polls it: neither side can
-//! wake the other yet. All of it is the program's memory, so the entering process believes nothing that it reads here.
+//! The entering process writes the page through /proc/PID/mem and reads it the same way. The agent polls it: neither side
+//! can wake the other yet. All of it is the program's memory, so the entering process believes nothing that it reads here.
 
 use core::sync::atomic::{AtomicI32, AtomicU32};
 

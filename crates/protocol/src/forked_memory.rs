@@ -1,8 +1,10 @@
-//! The memory of a child that a program forked while it was merged: it shows the pool as its parent does, and no agent is in it.
+//! The memory of a child that a program forked while it was merged: it shows the pool as its parent does, and no agent is in
+//! it.
 //!
-//! The kernel hands over a userfaultfd for the child's memory before the child runs. By it the child's discards of merged memory
-//! are answered from outside: what was discarded reads zero, and what is merely not mapped is the slot again. The agent of the
-//! parent, or the daemon, owns the descriptor for as long as the child lives. Once it is closed, a discard shows old bytes.
+//! The kernel hands over a userfaultfd for the child's memory before the child runs. By it the child's discards of merged
+//! memory are answered from outside: what was discarded reads zero, and what is merely not mapped is the slot again. The
+//! agent of the parent, or the daemon, owns the descriptor for as long as the child lives. Once it is closed, a discard
+//! shows old bytes.
 
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{Event, Uffd};

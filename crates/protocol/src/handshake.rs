@@ -75,8 +75,8 @@ pub fn receive_welcome(socket: &Fd) -> Result<Fds> {
     if welcome.status == 0 { Ok(fds) } else { Err(Errno(welcome.status)) }
 }
 
-/// Agent: takes the channel and the device of userfaultfds from what came with `Welcome`. Without a device from the daemon it
-/// opens the device itself; `None` if it may not.
+/// Agent: takes the channel and the device of userfaultfds from what came with `Welcome`. Without a device from the daemon
+/// it opens the device itself; `None` if it may not.
 ///
 /// # Errors
 /// `EMFILE` and the like if descriptors or memory are short: that passes, and must not count as a lack of permission, which

@@ -36,8 +36,8 @@ pub enum Op {
     /// Daemon: answer to `Hello`. Carries the channel and, if the daemon has one, /dev/userfaultfd.
     Welcome = 2,
     /// Agent: it is set up (`status` 0), or cannot work (an error number). For the cold tier it carries userfaultfd and
-    /// residency map; `a` = 1 if the former is not enabled yet, `b` = processor time that the agent has taken until now, `sequence`
-    /// and `count` = what [`HELLO_COLD`] says of `b` and `count`.
+    /// residency map; `a` = 1 if the former is not enabled yet, `b` = processor time that the agent has taken until now,
+    /// `sequence` and `count` = what [`HELLO_COLD`] says of `b` and `count`.
     Ready = 3,
     /// List the managed ranges. The answer's list holds [`RegionEntry`].
     Regions = 4,
@@ -58,9 +58,9 @@ pub enum Op {
     Lend = 11,
     /// Agent, on the socket for children: the program has forked. Carries the userfaultfd of the child's memory.
     ForkedChild = 12,
-    /// Hand the plain memory that is managed and large private mappings of files to the kernel's KSM (`a` = 1), or only the latter
-    /// (`a` = 2): the answer's count is 1 if there are any. Or take back what was handed (`a` = 0): the count is 1 if there is more
-    /// of it. Counted in [`AgentCounters::leftover_bytes`](crate::channel::AgentCounters).
+    /// Hand the plain memory that is managed and large private mappings of files to the kernel's KSM (`a` = 1), or only the
+    /// latter (`a` = 2): the answer's count is 1 if there are any. Or take back what was handed (`a` = 0): the count is 1 if
+    /// there is more of it. Counted in [`AgentCounters::leftover_bytes`](crate::channel::AgentCounters).
     Leftover = 13,
     /// Daemon, to the agent of a cold client: begin; `a` = epoch.
     ColdStart = 16,
@@ -73,23 +73,23 @@ pub enum Op {
     ColdUnregister = 19,
 }
 
-/// The smallest memory in one piece that is managed without a request of the program's, in bytes. Pages of a JavaScript heap have
-/// 256 KiB.
+/// The smallest memory in one piece that is managed without a request of the program's, in bytes. Pages of a JavaScript heap
+/// have 256 KiB.
 pub const ALL_MIN: u64 = 128 << 10;
 
 /// Flag of `Hello`: every large private anonymous mapping is managed.
 pub const HELLO_ALL: u64 = 1;
 /// Flag of `Hello`: the process was forked from one that had merged pages.
 pub const HELLO_FORKED: u64 = 2;
-/// Flag of `Hello`: a client of the cold tier; `b` = refault budget in millionths, `count` = limit of the tier in bytes, which
-/// the daemon's own limit bounds; 0 for the daemon's default. With [`HELLO_ATTACHED`] only `Ready` has them.
+/// Flag of `Hello`: a client of the cold tier; `b` = refault budget in millionths, `count` = limit of the tier in bytes,
+/// which the daemon's own limit bounds; 0 for the daemon's default. With [`HELLO_ATTACHED`] only `Ready` has them.
 pub const HELLO_COLD: u64 = 4;
 /// Flag of `Hello`: the anonymous memory is lent to the cold tier. With [`HELLO_COLD`] the sender is the borrower.
 pub const HELLO_LENT: u64 = 8;
 
-/// Flag of `Hello`: the agent entered a program that ran already. Its threads are to be stopped while mappings are replaced, and
-/// while pages are evicted.
-/// `b` and `count` are address and length of the agent's memory, `sequence` the address of the code by which it leaves.
+/// Flag of `Hello`: the agent entered a program that ran already. Its threads are to be stopped while mappings are replaced,
+/// and while pages are evicted. `b` and `count` are address and length of the agent's memory, `sequence` the address of the
+/// code by which it leaves.
 pub const HELLO_ATTACHED: u64 = 16;
 
 /// A packet.

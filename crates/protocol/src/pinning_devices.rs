@@ -1,7 +1,7 @@
 //! Which open files may pin memory of a process for a device.
 //!
-//! The kernel refuses to move a pinned anonymous page. For a private copy of a pool page there is no such check: replacing it
-//! would leave the device with the old page. So such copies stay while the process has one of these files open.
+//! The kernel refuses to move a pinned anonymous page. For a private copy of a pool page there is no such check: replacing
+//! it would leave the device with the old page. So such copies stay while the process has one of these files open.
 
 /// Device nodes, and directories of device nodes, with drivers that access memory only by the system calls of the process.
 const HARMLESS: [&str; 17] = [
@@ -24,8 +24,8 @@ const HARMLESS: [&str; 17] = [
     "vhost-vsock",
 ];
 
-/// Returns true if the driver of `target`, an open file that is not a disk, may pin pages of the process: `io_uring`, graphics,
-/// video, RDMA, VFIO and every device not known to be harmless. Disks pin only with `O_DIRECT`.
+/// Returns true if the driver of `target`, an open file that is not a disk, may pin pages of the process: `io_uring`,
+/// graphics, video, RDMA, VFIO and every device not known to be harmless. Disks pin only with `O_DIRECT`.
 pub fn may_pin_pages(target: &[u8]) -> bool {
     let Some(name) = target.strip_prefix(b"/dev/") else { return target.starts_with(b"anon_inode:[io_uring]") };
     let is_in = |device: &str| {

@@ -27,7 +27,8 @@ const THREADS: usize = 2;
 
 /// Pulls images from registries and fleets' stores into a store, and pushes images of a store.
 ///
-/// `pagefold image pull` and `push` run it with the store that they have found, and `ls`, `rm` and `gc` with a fleet's store.
+/// `pagefold image pull` and `push` run it with the store that they have found, and `ls`, `rm` and `gc` with a fleet's
+/// store.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {

@@ -63,8 +63,8 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// Logs in to the registry of `reference`. A registry of this machine may speak HTTP without TLS, as docker has it; others
-    /// only with `plain_http`. A server that sends nothing for `timeout` has failed.
+    /// Logs in to the registry of `reference`. A registry of this machine may speak HTTP without TLS, as docker has it;
+    /// others only with `plain_http`. A server that sends nothing for `timeout` has failed.
     ///
     /// # Errors
     /// No connection; a login that is refused.

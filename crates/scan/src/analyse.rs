@@ -291,8 +291,8 @@ impl Twins {
         report.runs.histogram = buckets.histogram();
     }
 
-    /// Takes the longest of the runs with these `lengths`, as long as they are worth it. Returns how many were taken, and how many
-    /// pages were not.
+    /// Takes the longest of the runs with these `lengths`, as long as they are worth it. Returns how many were taken, and
+    /// how many pages were not.
     fn take_longest(&mut self, found: &Found, lengths: &mut [u32], shortest: impl Fn(u64) -> u64) -> (u64, u64) {
         // Runs longer than the limit are taken, and of those as long as it the first `at_limit`.
         let (mut limit, mut at_limit) = (0, 0);

@@ -11,8 +11,8 @@ pub struct Config {
     pub one_in: u32,
     /// Mappings that a merge may cost each source; longest runs come first.
     pub map_budget: u64,
-    /// The shortest run, in pages, that is worth its mappings when so many of so many (used, budget) are taken: never fewer the more
-    /// are. By default all are until the budget is used up.
+    /// The shortest run, in pages, that is worth its mappings when so many of so many (used, budget) are taken: never fewer
+    /// the more are. By default all are until the budget is used up.
     pub shortest_run: fn(u64, u64) -> u64,
     /// How long one read may take before its source is given up. A process can hang the reader of a page
     /// that is under its own userfaultfd.

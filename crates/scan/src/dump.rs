@@ -117,8 +117,8 @@ impl Source for Dump {
     }
 }
 
-/// Returns where the pages of memory in `file` begin: at its start, except in an ELF core with headers that are no whole pages,
-/// as QEMU writes them. Its segments follow each other, so the start of the first one is enough.
+/// Returns where the pages of memory in `file` begin: at its start, except in an ELF core with headers that are no whole
+/// pages, as QEMU writes them. Its segments follow each other, so the start of the first one is enough.
 fn start_of_pages(file: &File) -> u64 {
     const CORE: &[u8] = &[4, 0];
     const LOAD: &[u8] = &[1, 0, 0, 0];

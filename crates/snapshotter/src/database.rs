@@ -11,8 +11,8 @@
 //! ROOT/removed/N                    removed, to be deleted
 //! ```
 //!
-//! Each change is one rename, made durable before the caller goes on: after a crash or a loss of power a snapshot is there as
-//! it was before a request or as it is after it.
+//! Each change is one rename, made durable before the caller goes on: after a crash or a loss of power a snapshot is there
+//! as it was before a request or as it is after it.
 
 use crate::error::{At, Error, Result};
 use pagefold_image::digest::Digest;

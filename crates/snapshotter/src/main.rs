@@ -20,8 +20,8 @@ const THREADS: usize = 32;
 
 /// Keeps containerd's snapshots in an image store: equal files of any two containers share page cache.
 ///
-/// containerd calls it over the socket, as a proxy plugin of type snapshot. Mounts are the kernel's: containers go on while it
-/// is away, and it may be restarted at any time.
+/// containerd calls it over the socket, as a proxy plugin of type snapshot. Mounts are the kernel's: containers go on while
+/// it is away, and it may be restarted at any time.
 #[derive(Parser)]
 #[command(version)]
 struct Args {

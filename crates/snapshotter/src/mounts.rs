@@ -3,11 +3,11 @@
 //! A container gets overlayfs over two layers: mounted metadata, and the objects as a data-only layer behind `::`. Three
 //! properties of containerd shape the options:
 //!
-//! - For a mount of type overlay its applier mounts nothing. It writes to `upperdir`, and takes the attributes of directories
-//!   that a layer does not name from `lowerdir`, which it splits at each `:`. The empty part of `META::OBJECTS` would stand for
-//!   the host's own root. So snapshots that it unpacks to get the metadata alone.
-//! - mount(2) takes one page of options. containerd shortens longer ones by a common prefix, which an empty part prevents. Two
-//!   layers of limited length stay far below that, whatever the number of layers of an image.
+//! - For a mount of type overlay its applier mounts nothing. It writes to `upperdir`, and takes the attributes of
+//!   directories that a layer does not name from `lowerdir`, which it splits at each `:`. The empty part of `META::OBJECTS`
+//!   would stand for the host's own root. So snapshots that it unpacks to get the metadata alone.
+//! - mount(2) takes one page of options. containerd shortens longer ones by a common prefix, which an empty part prevents.
+//!   Two layers of limited length stay far below that, whatever the number of layers of an image.
 //! - It mounts in its own time and mount namespace: metadata is mounted where it sees it, until the snapshot is removed.
 
 use crate::database::{Snapshot, SnapshotKind};
@@ -36,8 +36,8 @@ const EXTRACT: &str = "extract-";
 /// The most bytes of the paths of root directory and store: four paths of a mount's options then take less than half a page.
 const PATH_BYTES_MAX: usize = 250;
 
-/// Returns true if containerd unpacks a layer to the snapshot, and mounts it nowhere. Its metadata plugin puts a namespace and
-/// a number before the key.
+/// Returns true if containerd unpacks a layer to the snapshot, and mounts it nowhere. Its metadata plugin puts a namespace
+/// and a number before the key.
 pub fn is_extracted_to(key: &str) -> bool {
     key.starts_with(EXTRACT) || key.splitn(3, '/').nth(2).is_some_and(|key| key.starts_with(EXTRACT))
 }
@@ -86,8 +86,8 @@ fn place(dir: &Path, naming: Naming) -> PathBuf {
     })
 }
 
-/// Makes sure that the metadata of the committed snapshot with directory `dir` is mounted. Returns where, and the objects that
-/// belong to it. Calls must not run at the same time.
+/// Makes sure that the metadata of the committed snapshot with directory `dir` is mounted. Returns where, and the objects
+/// that belong to it. Calls must not run at the same time.
 ///
 /// # Errors
 /// A damaged image, the kernel's.

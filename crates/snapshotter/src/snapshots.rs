@@ -1,11 +1,12 @@
 //! The operations on snapshots.
 //!
 //! *Locks.* `state` is held for short steps only; reading and writing files of a size that others choose happens without it.
-//! An operation that takes long first reserves the names that it needs, so that no other one uses them or removes their parents.
+//! An operation that takes long first reserves the names that it needs, so that no other one uses them or removes their
+//! parents.
 //!
 //! *Commit.* The files of the upper directory become objects by hard links. The note `committing` stands in the snapshot's
-//! directory from before the first link until the snapshot is recorded as committed. A snapshotter that finds the note when it
-//! starts gives the upper directory files of its own again: the container could otherwise write into objects.
+//! directory from before the first link until the snapshot is recorded as committed. A snapshotter that finds the note when
+//! it starts gives the upper directory files of its own again: the container could otherwise write into objects.
 
 use crate::database::{Database, Snapshot, SnapshotKind, make_dir, now, sync_dir};
 use crate::error::{At, Error, Result};
@@ -313,8 +314,8 @@ impl Snapshots {
         let _mounting = self.mounting.lock().expect("no panic while held");
         let state = self.state();
         let mut children = state.database.all().values().filter(|other| other.parent == parent.name);
-        // Without a link farm containers use this metadata, too. containerd may not have mounted it yet: it would find an empty
-        // directory.
+        // Without a link farm containers use this metadata, too. containerd may not have mounted it yet: it would find an
+        // empty directory.
         let is_used = children.any(|child| child.kind != SnapshotKind::Committed)
             || state.reserved.values().any(|other| *other == parent.name);
         let dir = state.database.dir(parent.id);

@@ -59,8 +59,8 @@ pub fn trees(database: &Database) -> Trees {
     committed.filter_map(|snapshot| Some((snapshot.id, (snapshot.digest?, digest(&snapshot.parent))))).collect()
 }
 
-/// What each committed snapshot alone keeps: objects that its own layer has brought and that no other layer, and no other image
-/// of the store, has. Objects that two layers have are no snapshot's own: removing either frees nothing.
+/// What each committed snapshot alone keeps: objects that its own layer has brought and that no other layer, and no other
+/// image of the store, has. Objects that two layers have are no snapshot's own: removing either frees nothing.
 ///
 /// # Errors
 /// The store's.

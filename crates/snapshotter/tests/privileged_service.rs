@@ -306,8 +306,8 @@ fn a_file_that_is_written_to_is_copied() {
     assert_eq!(fs::read(other.join("late")).unwrap(), &first[1..]);
 }
 
-/// Kills the snapshotter at many moments of a commit. Afterwards the snapshot is committed with all of its files, or is as it
-/// was, and shares no file with the store.
+/// Kills the snapshotter at many moments of a commit. Afterwards the snapshot is committed with all of its files, or is as
+/// it was, and shares no file with the store.
 #[test]
 fn a_commit_that_is_killed_is_done_or_undone() {
     let Some(scratch) = Scratch::new() else { return };

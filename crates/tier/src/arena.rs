@@ -653,8 +653,8 @@ impl Arena {
 fn punch(fd: &Fd, offset: u64, len: u64) {
     if len > 0 {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: fallocate(2) takes no pointer; the range holds no used slot, and the words of `map` there become zero, which
-        // is a valid value.
+        // SAFETY: fallocate(2) takes no pointer; the range holds no used slot, and the words of `map` there become zero,
+        // which is a valid value.
         unsafe { libc::fallocate64(fd.raw(), mode, offset as i64, len as i64) };
     }
 }

@@ -153,8 +153,8 @@ impl Blocks {
     }
 }
 
-/// What one thread has read from the file last. Writeback packs payloads in the order of their pages, so the next one is often
-/// close behind: then more is read at a time, twice as much as before.
+/// What one thread has read from the file last. Writeback packs payloads in the order of their pages, so the next one is
+/// often close behind: then more is read at a time, twice as much as before.
 #[derive(Debug)]
 pub(crate) struct ReadAhead {
     blocks: Blocks,
@@ -202,7 +202,8 @@ pub(crate) struct Disk {
     end: u64,
     zones: Mutex<Zones>,
     live: AtomicU64,
-    /// Zones written. It grows before payloads of a zone can be found, so what was read at the same number is no older than they.
+    /// Zones written. It grows before payloads of a zone can be found, so what was read at the same number is no older than
+    /// they.
     writes: AtomicU64,
 }
 
@@ -313,8 +314,8 @@ impl Disk {
         ahead.len = 0;
         let blocks = ahead.blocks.get_mut();
         let mut read = self.file.read(first, &mut blocks[..len]);
-        // The file may end behind the payload, in a zone that is not whole; what is read ahead may be damaged. And a device may
-        // fail once, for example during a path failover or for a weak sector: one retry.
+        // The file may end behind the payload, in a zone that is not whole; what is read ahead may be damaged. And a device
+        // may fail once, for example during a path failover or for a weak sector: one retry.
         if matches!(&read, Err(error) if len > needed || error.raw_os_error() == Some(libc::EIO)) {
             len = needed;
             read = self.file.read(first, &mut blocks[..len]);

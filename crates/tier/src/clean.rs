@@ -41,9 +41,8 @@ impl Tier {
     /// Advances the tick and cleans up. A thread that may wait calls this every few seconds.
     ///
     /// Contents that were not stored or touched for `recompress_ticks` are compressed densely, slabs with free slots
-    /// are compacted above `waste_percent`, and contents are written back if less than 5 % of the limit is free, or when they
-    /// were not used for `write_back_ticks`.
-    /// Does very little if nothing has changed.
+    /// are compacted above `waste_percent`, and contents are written back if less than 5 % of the limit is free, or when
+    /// they were not used for `write_back_ticks`. Does very little if nothing has changed.
     pub fn tick(&self) -> Cleaned {
         let tick = self.tick.fetch_add(1, Ordering::Relaxed) + 1;
         self.train_widely();

@@ -26,12 +26,13 @@ pub struct Config {
     pub similar_entries: usize,
     /// Ticks (calls of [`Tier::tick`](crate::Tier::tick)) after which a page is compressed again, densely. Default 2.
     pub recompress_ticks: u16,
-    /// Ticks after which a content that was neither stored nor loaded is written to the backing file although there is memory
-    /// for it, at most 16,384. 0: only when memory is short. Default 0.
+    /// Ticks after which a content that was neither stored nor loaded is written to the backing file although there is
+    /// memory for it, at most 16,384. 0: only when memory is short. Default 0.
     pub write_back_ticks: u16,
     /// Share of the memory in content slabs, in percent, that may be free slots before the slabs are compacted. Default 10.
     pub waste_percent: u8,
-    /// Threads that [`Tier::store_many`](crate::Tier::store_many) spreads a batch over. Default: one per processor, at most 8.
+    /// Threads that [`Tier::store_many`](crate::Tier::store_many) spreads a batch over. Default: one per processor, at most
+    /// 8.
     pub workers: usize,
 }
 

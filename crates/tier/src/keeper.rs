@@ -55,8 +55,8 @@ fn to_io(errno: Errno) -> io::Error {
 /// Takes over a socket from which forked children come.
 pub type TakeSocket<'a> = &'a dyn Fn(Fd);
 
-/// Runs the keeper: listens at `path` and serves until a request to quit. Sockets of `F` go to `take_socket`; without it they
-/// are refused.
+/// Runs the keeper: listens at `path` and serves until a request to quit. Sockets of `F` go to `take_socket`; without it
+/// they are refused.
 ///
 /// # Errors
 /// Another keeper serves there (`AddrInUse`), or the socket fails.

@@ -133,8 +133,8 @@ impl Sink<'_> {
             debug_assert!(self.len + len + SLOP <= self.block.len());
             let mut done = 0;
             while done < len {
-                // SAFETY: the read ends less than 16 bytes after `to`, and the write less than 16 bytes after `len_max`: inside
-                // page and buffer.
+                // SAFETY: the read ends less than 16 bytes after `to`, and the write less than 16 bytes after `len_max`:
+                // inside page and buffer.
                 unsafe {
                     let piece = source.0.as_ptr().add(from + done).cast::<[u8; SLOP]>().read();
                     self.block.as_mut_ptr().add(self.len + done).cast::<[u8; SLOP]>().write(piece);

@@ -86,7 +86,8 @@ impl Stats {
     }
 }
 
-/// The bucket of a histogram in which quantile `q` lies; `None` if nothing was counted. Counts of a hostile client do not overflow.
+/// The bucket of a histogram in which quantile `q` lies; `None` if nothing was counted. Counts of a hostile client do not
+/// overflow.
 pub fn quantile_bucket(counts: &[u64], q: f64) -> Option<usize> {
     let total: u128 = counts.iter().map(|count| u128::from(*count)).sum();
     // No more than there are: a large number is rounded.

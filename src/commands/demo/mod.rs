@@ -2,8 +2,8 @@
 //!
 //! Several processes read the same files in different orders into private memory, and then run as any program does. A daemon
 //! merges them: as root it attaches to them, else they load the agent. Nothing changes for a while, and what that costs is
-//! measured. Each process compares every byte with the files, writes to pages anywhere, and compares again. As root the same is
-//! done once more with the kernel's KSM.
+//! measured. Each process compares every byte with the files, writes to pages anywhere, and compares again. As root the same
+//! is done once more with the kernel's KSM.
 
 mod client;
 mod crew;

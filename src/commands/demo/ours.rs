@@ -1,7 +1,7 @@
 //! The demonstration's first row: pagefold merges the processes.
 //!
-//! As root the processes are started plainly, and then attached. Other users may not enter them, so theirs load the agent when
-//! they start.
+//! As root the processes are started plainly, and then attached. Other users may not enter them, so theirs load the agent
+//! when they start.
 
 use super::crew::Crew;
 use super::interrupt::{LOOK, end_with_us, go_on, pause, wait_for};
@@ -47,8 +47,8 @@ impl OwnDaemon {
         let socket = daemon_client::runtime_dir()?.join(format!("demo-{}.sock", std::process::id()));
         let mut command = Command::new(std::env::current_exe()?);
         command
-            // What the file says is for another daemon: its addresses, for instance, are taken. And a keeper would stay: it is for
-            // cold pages and forks, and there are none.
+            // What the file says is for another daemon: its addresses, for instance, are taken. And a keeper would stay: it
+            // is for cold pages and forks, and there are none.
             .args(["daemon", "--config", "none", "--no-keeper", "--priority=normal", "--scan-interval"])
             .args([&format!("{}s", SILENCE_S / 2), "--socket"])
             .arg(&socket)
@@ -133,7 +133,8 @@ pub(super) fn merge(processes: usize, size: u64, root: bool) -> Result<Row, Erro
         units::show_count(status.totals.pages_sharing),
         REST.as_secs()
     );
-    // Not by the daemon's own count: to be asked costs it more than to rest. The processes only wait, so their time is the agents'.
+    // Not by the daemon's own count: to be asked costs it more than to rest. The processes only wait, so their time is the
+    // agents'.
     let cpu = || crew.pids().chain([daemon.child.id() as i32]).filter_map(procfs::cpu_ns).sum::<u64>();
     let before = cpu();
     pause(REST)?;

@@ -201,7 +201,8 @@ pub struct ImportArgs {
     /// Name to store it under
     #[arg(long, value_parser = checked(check_name))]
     pub name: String,
-    /// OCI layout or skopeo's `dir:`, an archive of a layout, or what `podman save` and `docker save` write (`-` for standard input)
+    /// OCI layout or skopeo's `dir:`, an archive of a layout, or what `podman save` and `docker save` write (`-` for
+    /// standard input)
     pub path: PathBuf,
     /// Tag (`redis:7` finds `docker.io/library/redis:7`) or digest to take when there are several images
     #[arg(long = "ref", value_name = "TAG")]

@@ -1,5 +1,5 @@
-//! `pagefold image pull`, `push` and all that has `--remote`: the program of its own that talks to registries and fleets' stores
-//! takes this process over.
+//! `pagefold image pull`, `push` and all that has `--remote`: the program of its own that talks to registries and fleets'
+//! stores takes this process over.
 
 use super::args::{PullArgs, PushArgs, RegistryArgs};
 use crate::error::Error;
@@ -52,7 +52,8 @@ pub fn push(store: &Path, domain: &str, args: &PushArgs) -> Error {
     become_program("push", more, &args.registry, &[&args.reference])
 }
 
-/// Becomes the program that does `action` with the images `names` of a fleet's store, or with all. Returns only if that fails.
+/// Becomes the program that does `action` with the images `names` of a fleet's store, or with all. Returns only if that
+/// fails.
 pub fn of_fleet(action: &str, remote: &str, more: Vec<String>, names: &[String], registry: &RegistryArgs) -> Error {
     let words: Vec<&str> = [remote].into_iter().chain(names.iter().map(String::as_str)).collect();
     become_program(action, more.into_iter().map(OsString::from).collect(), registry, &words)

@@ -8,8 +8,8 @@ use crate::vm::{Boot, Guest, Setup};
 use pagefold_os::procfs;
 use std::path::{Path, PathBuf};
 
-/// What the parts measure on: a folder for what they make, a guest that boots, images of one tree that were installed apart in a
-/// directory.
+/// What the parts measure on: a folder for what they make, a guest that boots, images of one tree that were installed apart
+/// in a directory.
 #[derive(Clone, Copy)]
 pub(super) struct Stage<'a> {
     pub(super) scratch: &'a Scratch,

@@ -1,7 +1,7 @@
 //! Plain memory: how it is watched for writes, and how it takes the place of what was merged.
 //!
-//! What replaces a mapping of the pool's must look as if nothing had been merged, so it gets the rights of the old one and all
-//! attributes that the program gave to the range.
+//! What replaces a mapping of the pool's must look as if nothing had been merged, so it gets the rights of the old one and
+//! all attributes that the program gave to the range.
 
 use crate::address_space::maps::Maps;
 use crate::range_attributes::{Attributes, RangeAttributes};
@@ -47,8 +47,8 @@ fn put_attributes(range: Range, note: &Attributes, plain: bool) {
     }
 }
 
-/// Puts what keeps the memory at `range` from children and dumps onto `fresh`, plain memory that is to replace all of it: see
-/// [`map_over`]. Where only part of `range` is kept from them this does nothing.
+/// Puts what keeps the memory at `range` from children and dumps onto `fresh`, plain memory that is to replace all of it:
+/// see [`map_over`]. Where only part of `range` is kept from them this does nothing.
 pub(crate) fn keep_from_copies(fresh: Range, range: Range, table: &RangeAttributes) {
     let (end, note) = table.alike_for_copies(range);
     if end == range.end && note.is_kept_from_copies() {
@@ -56,12 +56,12 @@ pub(crate) fn keep_from_copies(fresh: Range, range: Range, table: &RangeAttribut
     }
 }
 
-/// Maps `source`, a descriptor and an offset, or fresh memory if it is `None`, in the place of what lies at `range`, for a program
-/// that gave all of `range` the attributes `note`.
+/// Maps `source`, a descriptor and an offset, or fresh memory if it is `None`, in the place of what lies at `range`, for a
+/// program that gave all of `range` the attributes `note`.
 ///
-/// Memory that no child and no dump may have gets these attributes elsewhere, before it comes to `range`: another thread may fork
-/// by a bare call, or crash, at any moment. Other attributes may follow later. Fresh memory comes without them where the kernel has
-/// no room for both mappings: a discard must not fail for that, and shows no old byte.
+/// Memory that no child and no dump may have gets these attributes elsewhere, before it comes to `range`: another thread may
+/// fork by a bare call, or crash, at any moment. Other attributes may follow later. Fresh memory comes without them where
+/// the kernel has no room for both mappings: a discard must not fail for that, and shows no old byte.
 ///
 /// # Errors
 /// The kernel's.
@@ -92,7 +92,8 @@ pub(crate) unsafe fn map_over(
     unsafe { mem::map(range.start, range.len(), rights, flags | libc::MAP_FIXED, fd, offset) }.map(|_| ())
 }
 
-/// Moves the mapping at `aside`, which is as long as `range`, there, with the attributes of `note`; if that fails it is unmapped.
+/// Moves the mapping at `aside`, which is as long as `range`, there, with the attributes of `note`; if that fails it is
+/// unmapped.
 ///
 /// # Safety
 /// As mmap(2) with `MAP_FIXED` of `range`; no other thread knows the mapping at `aside`.
@@ -108,8 +109,8 @@ unsafe fn move_over(range: Range, aside: u64, note: &Attributes, plain: bool) ->
 }
 
 /// Replaces every pool mapping in `range` by fresh anonymous memory, as a discard of anonymous memory would leave it,
-/// with the rights of the old one and the attributes in `table`. Calls `refused` for each that the kernel does not replace, with
-/// its rights.
+/// with the rights of the old one and the attributes in `table`. Calls `refused` for each that the kernel does not replace,
+/// with its rights.
 ///
 /// # Errors
 /// If the mappings cannot be read, or the kernel refuses one.

@@ -1,9 +1,9 @@
-//! Pages of the pool's mappings that the program discarded and that could not be made fresh memory: a bare call has sealed the
-//! mapping (mseal(2)), or the kernel has no room for another one.
+//! Pages of the pool's mappings that the program discarded and that could not be made fresh memory: a bare call has sealed
+//! the mapping (mseal(2)), or the kernel has no room for another one.
 //!
-//! The mapping stays then and would show the slot again, so what was discarded is remembered. Pages come back there by faults
-//! that the agent's thread answers, with zeros. Only that thread changes the list; a forked child inherits it with the mappings.
-//! What was once in it and is no mapping of the pool's any more does no harm.
+//! The mapping stays then and would show the slot again, so what was discarded is remembered. Pages come back there by
+//! faults that the agent's thread answers, with zeros. Only that thread changes the list; a forked child inherits it with
+//! the mappings. What was once in it and is no mapping of the pool's any more does no harm.
 
 use crate::address_space::maps::Maps;
 use crate::runtime::thread::yield_now;
@@ -182,8 +182,8 @@ fn change(act: impl FnOnce()) {
     CHANGES.fetch_add(1, Ordering::Release);
 }
 
-/// Answers a fault at `page` with zeros, which the pool mapping does not show; false if the page was not discarded. The caller wakes
-/// the waiting threads.
+/// Answers a fault at `page` with zeros, which the pool mapping does not show; false if the page was not discarded. The
+/// caller wakes the waiting threads.
 pub(crate) fn answer(hold: &Uffd, page: Range) -> bool {
     let step = Range::pages_from(page.start, STEP_PAGES);
     let Some(Range { end, .. }) = first_in(step).filter(|void| void.start == page.start) else { return false };
@@ -194,8 +194,8 @@ pub(crate) fn answer(hold: &Uffd, page: Range) -> bool {
     true
 }
 
-/// Puts zeros wherever nothing is in `range`, which is one mapping of the pool's and was discarded. While a discard is under way,
-/// or memory is short, nothing can be put: `serve` answers what waits.
+/// Puts zeros wherever nothing is in `range`, which is one mapping of the pool's and was discarded. While a discard is under
+/// way, or memory is short, nothing can be put: `serve` answers what waits.
 pub(crate) fn fill(hold: &Uffd, range: Range, serve: impl Fn()) {
     let (mut at, mut tries) = (range.start, 0);
     while at < range.end {

@@ -1,18 +1,18 @@
 //! What malloc(3) gives to threads other than the first: the first heaps of the C library's arenas.
 //!
-//! An arena has heaps: reservations of 64 MiB that the C library makes, opens from their start, and unmaps by internal calls, which
-//! are not interposed. Memory that ends unseen may be another thread's fresh memory a moment later, so later heaps are left
-//! alone. The first heap lasts as long as the process, because the arena itself lies in it: arenas without threads wait for the
-//! next thread. What happens to a first heap:
+//! An arena has heaps: reservations of 64 MiB that the C library makes, opens from their start, and unmaps by internal
+//! calls, which are not interposed. Memory that ends unseen may be another thread's fresh memory a moment later, so later
+//! heaps are left alone. The first heap lasts as long as the process, because the arena itself lies in it: arenas without
+//! threads wait for the next thread. What happens to a first heap:
 //!
 //! - mprotect(2) opens more of it, after everything that was ever opened and so after everything that is managed;
-//! - MADV_DONTNEED discards its end and pages of free blocks, which the kernel reports like any raw discard. The C library does
-//!   not rely on zeros there: `calloc` clears everything that was ever opened;
-//! - in a program with another user's rights, and where memory is strictly accounted (`vm.overcommit_memory` 2), its end is mapped
-//!   anew instead, without any report, and counts as clear. There arenas are left alone ([`may_end`]).
+//! - MADV_DONTNEED discards its end and pages of free blocks, which the kernel reports like any raw discard. The C library
+//!   does not rely on zeros there: `calloc` clears everything that was ever opened;
+//! - in a program with another user's rights, and where memory is strictly accounted (`vm.overcommit_memory` 2), its end is
+//!   mapped anew instead, without any report, and counts as clear. There arenas are left alone ([`may_end`]).
 //!
-//! So glibc does from 2.26 to 2.43, by its source. Memory is left alone unless it is known to be such a heap by the library's
-//! version, its place, each word of its head and the mappings around it.
+//! So glibc does from 2.26 to 2.43, by its source. Memory is left alone unless it is known to be such a heap by the
+//! library's version, its place, each word of its head and the mappings around it.
 
 use crate::address_space::maps::POOL_NAME;
 use crate::range_attributes::RangeAttributes;
@@ -68,8 +68,8 @@ fn head_len(minor: u32) -> u64 {
     }
 }
 
-/// Returns true if memory is strictly accounted, or if that is unknown. The C library asks once, in the same way, when it first
-/// gives something back: it may have seen any value that the setting ever had.
+/// Returns true if memory is strictly accounted, or if that is unknown. The C library asks once, in the same way, when it
+/// first gives something back: it may have seen any value that the setting ever had.
 fn is_strict() -> bool {
     let mut value = [0u8; 1];
     let file = Fd::open(c"/proc/sys/vm/overcommit_memory", libc::O_RDONLY, 0);
@@ -139,8 +139,8 @@ impl Finder {
         self.head_len > 0
     }
 
-    /// Looks at the next mapping, by `read` at what may be a head. Notes what may be managed of each first heap; true if there is one
-    /// that had no note.
+    /// Looks at the next mapping, by `read` at what may be a head. Notes what may be managed of each first heap; true if
+    /// there is one that had no note.
     pub(crate) fn see(
         &mut self,
         map: &maps::Map<'_>,
@@ -169,7 +169,8 @@ impl Finder {
         found
     }
 
-    /// Goes on with the heap that was begun: first all is open, then all is closed, and nothing between. True if that is all of it.
+    /// Goes on with the heap that was begun: first all is open, then all is closed, and nothing between. True if that is all
+    /// of it.
     fn fit(&mut self, range: Range, kind: Kind, table: &mut RangeAttributes) -> bool {
         let Some(mut heap) = self.heap.take() else { return false };
         let end = heap.start + HEAP_LEN;

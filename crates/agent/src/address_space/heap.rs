@@ -6,8 +6,8 @@
 //!
 //! The heap ends from its top downwards. So while pages of it are frozen, its last page is watched for being unmapped, by a
 //! descriptor of its own: a thread that takes part of the heap away takes that page too, and then waits until the agent has
-//! read the event. Before that, the agent unmaps what it has mapped beyond the new end, and only then can the heap grow again.
-//! The kernel takes away what is mapped later together with the rest.
+//! read the event. Before that, the agent unmaps what it has mapped beyond the new end, and only then can the heap grow
+//! again. The kernel takes away what is mapped later together with the rest.
 
 use crate::address_space::anonymous::watch_anonymous;
 use crate::address_space::maps::pool_mappings;
@@ -23,7 +23,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Length of the heap's end that is left alone: the allocator gives back and takes again more than this at a time
 /// (`M_TOP_PAD`, `M_TRIM_THRESHOLD`).
 const END_LEN: u64 = 128 << 10;
-/// The least heap of which anything is managed: a smaller one is the bookkeeping of a program, seldom equal and always in use.
+/// The least heap of which anything is managed: a smaller one is the bookkeeping of a program, seldom equal and always in
+/// use.
 const SIZE_MIN: u64 = 1 << 20;
 
 /// Where the heap begins, and the furthest that it was seen to reach; 0 before it was looked at.
@@ -115,15 +116,16 @@ impl HeapEnd {
         Err(registered.err().unwrap_or(Errno(libc::EBUSY)))
     }
 
-    /// Unmaps what lies in `range` beyond the end that the heap has got since [`watch_end`](Self::watch_end), and wakes the waiting
-    /// threads; true if there was any.
+    /// Unmaps what lies in `range` beyond the end that the heap has got since [`watch_end`](Self::watch_end), and wakes the
+    /// waiting threads; true if there was any.
     pub(crate) fn unwatch_end(&self, watched: &WatchedEnd, range: Range, watch: &Uffd) -> bool {
         // A thread that ends the heap from here on unmaps what the agent has mapped.
         let ended = self.is_ending(watched.page);
         let gone = Range { start: range.start.max(end()), end: range.end };
         let lost = ended && gone.start < gone.end;
         if lost {
-            // SAFETY: the program gave the range back, and the thread that did so still waits in the kernel, so the range is not in use.
+            // SAFETY: the program gave the range back, and the thread that did so still waits in the kernel, so the range is
+            // not in use.
             let _ = unsafe { mem::unmap(gone.start, gone.len()) };
         }
         self.end(watched, watch);
@@ -144,8 +146,9 @@ impl HeapEnd {
         }
     }
 
-    /// Returns true from the moment in which a thread unmaps the page until it goes on after that. In between the kernel answers
-    /// every request with `EAGAIN`. Otherwise it refuses this one too, because the page is not a file's, but with another error.
+    /// Returns true from the moment in which a thread unmaps the page until it goes on after that. In between the kernel
+    /// answers every request with `EAGAIN`. Otherwise it refuses this one too, because the page is not a file's, but with
+    /// another error.
     fn is_ending(&self, page: Range) -> bool {
         self.uffd.map_cached(page, 0).1 == Some(Errno(libc::EAGAIN))
     }

@@ -1,8 +1,8 @@
 //! When the agent lists the mappings of an attached program anew: it sees none of the program's calls.
 //!
 //! A list walks the page tables of the whole program. Memory that is new to it costs the program faults, so a program
-//! without faults and discards has little to list: locks, keys and advice on old memory. These are looked for seldom, and once more
-//! before anything is merged or evicted.
+//! without faults and discards has little to list: locks, keys and advice on old memory. These are looked for seldom, and
+//! once more before anything is merged or evicted.
 
 use pagefold_os::sched;
 

@@ -1,7 +1,7 @@
 //! The process's mappings, and where pool files lie among them.
 //!
-//! Everything is asked of a file in /proc. Our threads keep it open; those of the program open it anew, which may fail: what they
-//! cannot see is never taken for absent.
+//! Everything is asked of a file in /proc. Our threads keep it open; those of the program open it anew, which may fail: what
+//! they cannot see is never taken for absent.
 
 use core::cell::Cell;
 use core::ffi::CStr;
@@ -13,11 +13,12 @@ use pagefold_protocol::message::DOMAIN_NAME_MAX;
 pub(crate) use pagefold_protocol::POOL_NAME;
 
 /// Room for the name of any pool segment: the kernel leaves out a name that does not fit, and the mapping would be taken for
-/// another file's. The domain's name, the longest that a greeting carries, follows a colon. The kernel adds " (deleted)" and a zero.
+/// another file's. The domain's name, the longest that a greeting carries, follows a colon. The kernel adds " (deleted)" and
+/// a zero.
 const POOL_NAME_MAX: usize = POOL_NAME.len() + 1 + DOMAIN_NAME_MAX + b" (deleted)\0".len();
 
-/// The process's mappings. By the calling thread, here and elsewhere: the process's own directory has no memory any more once
-/// its first thread has ended.
+/// The process's mappings. By the calling thread, here and elsewhere: the process's own directory has no memory any more
+/// once its first thread has ended.
 const MAPS: &CStr = c"/proc/thread-self/maps";
 
 /// The process's mappings, in a file that stays good whatever root directory the program moves to.
@@ -67,8 +68,8 @@ impl Maps {
         )
     }
 
-    /// The part of the first pool mapping in `range`, for a caller that visits them one by one because its work reads the same file.
-    /// `None` also if the file cannot be read.
+    /// The part of the first pool mapping in `range`, for a caller that visits them one by one because its work reads the
+    /// same file. `None` also if the file cannot be read.
     pub(crate) fn first_pool(&self, range: Range) -> Option<Range> {
         let mut first = None;
         let _ = self.pools(range, |part, _| {

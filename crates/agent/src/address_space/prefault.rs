@@ -1,8 +1,9 @@
-//! Merged pages enter the page table before the program touches them: a thread that touches an unmapped one waits for the agent.
+//! Merged pages enter the page table before the program touches them: a thread that touches an unmapped one waits for the
+//! agent.
 //!
-//! One fault maps all pages of the file in a window around it, if they are in memory, as pages of the pool are. So it is enough
-//! to ask for one page of each window. The size of windows is a setting of the kernel that only root can read: the agent finds
-//! out once whether they have the default size.
+//! One fault maps all pages of the file in a window around it, if they are in memory, as pages of the pool are. So it is
+//! enough to ask for one page of each window. The size of windows is a setting of the kernel that only root can read: the
+//! agent finds out once whether they have the default size.
 
 use core::sync::atomic::{AtomicU8, Ordering};
 use pagefold_os::fd::Fd;
@@ -29,8 +30,8 @@ pub(crate) fn is_long(mapping: Range) -> bool {
 pub(crate) fn populate(mapping: Range, page_map: &Fd) {
     let mut at = mapping.start;
     while at < mapping.end {
-        // The last page of each window. Where the mapping starts inside a window, a request for the first page spills over into
-        // the next window: there the first page is mapped then, and a request for it maps none of the others.
+        // The last page of each window. Where the mapping starts inside a window, a request for the first page spills over
+        // into the next window: there the first page is mapped then, and a request for it maps none of the others.
         at = ((at / WINDOW + 1) * WINDOW).min(mapping.end);
         read_in(Range { start: at - PAGE_SIZE as u64, end: at });
     }
@@ -62,8 +63,9 @@ fn pages_there(range: Range, page_map: &Fd) -> u64 {
     found.iter().take(count).map(|region| (region.end - region.start) / PAGE_SIZE as u64).sum()
 }
 
-/// Calls `each` with the number of each page of `range` that is in memory; of those that the kernel does not tell of it is not
-/// called. Not by mincore(2): filters that let a service do all that services do, as systemd's `@system-service`, forbid it.
+/// Calls `each` with the number of each page of `range` that is in memory; of those that the kernel does not tell of it is
+/// not called. Not by mincore(2): filters that let a service do all that services do, as systemd's `@system-service`, forbid
+/// it.
 pub(crate) fn each_present(range: Range, page_map: &Fd, mut each: impl FnMut(usize)) {
     let mut found = [pagemap::ScannedRange::default(); 32];
     let mut start = range.start;

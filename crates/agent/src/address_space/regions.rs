@@ -1,8 +1,8 @@
 //! Which memory is managed: lists of mappings, for the daemon and for the agent itself.
 //!
-//! Managed is what the program asked for, and with `--manage all` every large mapping with an end that the agent sees: memory that
-//! may end unseen is never listed, and what is never listed is never frozen. A list reads attributes, and marks blocks of the
-//! allocator, so the caller holds the mapping lock.
+//! Managed is what the program asked for, and with `--manage all` every large mapping with an end that the agent sees:
+//! memory that may end unseen is never listed, and what is never listed is never frozen. A list reads attributes, and marks
+//! blocks of the allocator, so the caller holds the mapping lock.
 
 use crate::address_space::glibc_arenas::{self, Finder, Head};
 use crate::address_space::heap;
@@ -58,7 +58,8 @@ pub(crate) enum Listed {
     Pool,
 }
 
-/// Lists what [`Listed`] says from address `from` on: the first [`LIST_MAX`] entries. The rest is listed from the end of the last one on.
+/// Lists what [`Listed`] says from address `from` on: the first [`LIST_MAX`] entries. The rest is listed from the end of the
+/// last one on.
 pub(crate) fn list(
     maps: &Maps,
     table: &mut RangeAttributes,
@@ -164,8 +165,8 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         self.noted(map.range, false);
     }
 
-    /// Adds the parts of `range` that are managed by their attributes; if `bare`, all except those that must be left alone. Memory that
-    /// is excluded from core dumps is secret: it is managed only if the program asked for it by madvise(2).
+    /// Adds the parts of `range` that are managed by their attributes; if `bare`, all except those that must be left alone.
+    /// Memory that is excluded from core dumps is secret: it is managed only if the program asked for it by madvise(2).
     fn noted(&mut self, range: Range, bare: bool) {
         let mut at = range.start;
         while at < range.end {

@@ -1,5 +1,6 @@
-//! Memory that the program takes without an interposed call: blocks that the C library's allocator maps by internal calls, and the
-//! heap. Under `--manage all` both are managed once they are listed, so the agent must notice that there is more to list.
+//! Memory that the program takes without an interposed call: blocks that the C library's allocator maps by internal calls,
+//! and the heap. Under `--manage all` both are managed once they are listed, so the agent must notice that there is more to
+//! list.
 
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::fd::Fd;

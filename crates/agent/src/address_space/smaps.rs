@@ -1,4 +1,5 @@
-//! What the kernel says about the program's mappings: nothing else tells an agent that was not there when the program said it.
+//! What the kernel says about the program's mappings: nothing else tells an agent that was not there when the program said
+//! it.
 //!
 //! The list of mappings names no advice, locks or keys; /proc/PID/smaps does, in its line `VmFlags`.
 

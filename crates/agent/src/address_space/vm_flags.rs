@@ -1,4 +1,5 @@
-//! What the agent manages of a program when it does not see the program's calls: long extents, as the [kernel](smaps) tells of them.
+//! What the agent manages of a program when it does not see the program's calls: long extents, as the [kernel](smaps) tells
+//! of them.
 
 use crate::address_space::smaps;
 use crate::range_attributes::{Attributes, RangeAttributes};
@@ -23,8 +24,8 @@ impl Extent {
     }
 }
 
-/// Brings `table` up to what the kernel says about plain memory: all extents that are long enough are managed, but for what their
-/// flags exclude.
+/// Brings `table` up to what the kernel says about plain memory: all extents that are long enough are managed, but for what
+/// their flags exclude.
 ///
 /// # Errors
 /// As reading /proc/thread-self/smaps.

@@ -1,6 +1,6 @@
-//! Children that the program forks while it is merged. No agent is in them, so the keeper answers for their memory, or the daemon if it
-//! has no keeper. While neither is there the agent of their parent holds their descriptors: the children wait rather than read
-//! old bytes.
+//! Children that the program forks while it is merged. No agent is in them, so the keeper answers for their memory, or the
+//! daemon if it has no keeper. While neither is there the agent of their parent holds their descriptors: the children wait
+//! rather than read old bytes.
 
 use core::sync::atomic::{AtomicI32, Ordering};
 use pagefold_os::fd::Fd;
@@ -16,7 +16,8 @@ const SEND_MS: u64 = 100;
 
 /// The socket by which children go to the keeper or the daemon; -1 if there is none.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
-/// Descriptors of children that wait, -1 in free places. Only the agent's first thread reads the events of forks, and connects.
+/// Descriptors of children that wait, -1 in free places. Only the agent's first thread reads the events of forks, and
+/// connects.
 static WAITING: [AtomicI32; WAITING_MAX] = [const { AtomicI32::new(-1) }; WAITING_MAX];
 
 /// The socket by which children go, to be polled for its end: the keeper may end before the daemon does.
@@ -51,8 +52,8 @@ pub(crate) fn begin(socket: Fd) {
     }
 }
 
-/// Takes charge of a child that was just forked; `fd` is the descriptor that the kernel made for it. What its parent had discarded
-/// is filled first, for the child's own list begins empty.
+/// Takes charge of a child that was just forked; `fd` is the descriptor that the kernel made for it. What its parent had
+/// discarded is filled first, for the child's own list begins empty.
 pub(crate) fn adopt_child(fd: i32, for_each_discarded: impl FnOnce(&dyn Fn(pagefold_os::Range))) {
     // SAFETY: the kernel made the descriptor for the reader of the event, and it is wrapped once.
     let child = Uffd::from_fd(unsafe { Fd::from_raw(fd) });

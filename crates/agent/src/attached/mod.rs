@@ -1,13 +1,13 @@
 //! The attached form: the agent in a program that runs already, static or not.
 //!
 //! A process that traces one thread of the program for a moment maps this code and starts its first thread
-//! (`crates/entry`). No call of the program is interposed, so the agent relies on two other things: the kernel reports discards,
-//! moves and forks of merged memory by the userfaultfd, and no thread of the program runs while the agent replaces a mapping,
-//! because the daemon stops all of them for the length of that request. What the program said about its memory the kernel tells
-//! ([`vm_flags`](crate::address_space::vm_flags)).
+//! (`crates/entry`). No call of the program is interposed, so the agent relies on two other things: the kernel reports
+//! discards, moves and forks of merged memory by the userfaultfd, and no thread of the program runs while the agent replaces
+//! a mapping, because the daemon stops all of them for the length of that request. What the program said about its memory
+//! the kernel tells ([`vm_flags`](crate::address_space::vm_flags)).
 //!
-//! [`entered`](crate::entered) is where the thread begins; `children` hands forked children to the keeper; `c_functions` stands
-//! in for the C library.
+//! [`entered`](crate::entered) is where the thread begins; `children` hands forked children to the keeper; `c_functions`
+//! stands in for the C library.
 
 mod c_functions;
 mod children;
@@ -88,7 +88,8 @@ pub(crate) fn leave() -> ! {
     let at = LEAVE_AT.load(Ordering::Relaxed);
     #[cfg(target_arch = "x86_64")]
     if at != 0 {
-        // SAFETY: the entering process put code there that makes two calls, munmap(2) of the image and exit(2), and does not return.
+        // SAFETY: the entering process put code there that makes two calls, munmap(2) of the image and exit(2), and does not
+        // return.
         unsafe {
             core::arch::asm!("jmp {at}", at = in(reg) at, in("rdi") image.start, in("rsi") image.len(), options(noreturn))
         }

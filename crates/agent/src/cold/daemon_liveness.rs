@@ -1,7 +1,7 @@
 //! When evicted pages are lost: an access to them raises SIGBUS then, and never reads other bytes.
 //!
-//! A dead daemon may get a successor, and its keeper holds what that needs: pages are lost only once neither can be reached. The
-//! daemon does the same to evicted pages when it finds that the tier is gone.
+//! A dead daemon may get a successor, and its keeper holds what that needs: pages are lost only once neither can be reached.
+//! The daemon does the same to evicted pages when it finds that the tier is gone.
 
 use super::session::{ColdSession, RESIDENCY};
 use crate::runtime::connection::ACCEPT_MS;
@@ -44,13 +44,14 @@ impl DaemonLiveness {
         self.alone_ns = 0;
     }
 
-    /// Returns true once neither could be reached for long. A live one may still bring the pages back: a successor of the daemon, or
-    /// the keeper, which will start one.
+    /// Returns true once neither could be reached for long. A live one may still bring the pages back: a successor of the
+    /// daemon, or the keeper, which will start one.
     pub(super) fn is_lost(&mut self, residency: &ResidencyMap) -> bool {
         let now = sched::monotonic_ns();
         if now - self.looked_ns > LOOKS_NS {
             self.looked_ns = now;
-            // A daemon also serves a client that cannot connect (a program with another root directory, or out of descriptors).
+            // A daemon also serves a client that cannot connect (a program with another root directory, or out of
+            // descriptors).
             let beat = residency.head().heartbeat.load(Ordering::Acquire);
             if beat != core::mem::replace(&mut self.beat, beat) || is_served(read_settings().0) {
                 self.alone_ns = 0;
@@ -106,8 +107,8 @@ impl ColdSession {
         }
     }
 
-    /// The evicted pages are lost: an access raises SIGBUS, and never reads other bytes. Everything else returns to the kernel, because
-    /// the agent closes the last descriptor: waiting threads go on.
+    /// The evicted pages are lost: an access raises SIGBUS, and never reads other bytes. Everything else returns to the
+    /// kernel, because the agent closes the last descriptor: waiting threads go on.
     pub(super) fn give_up(self) {
         self.poison_all();
         RESIDENCY.store(0, Ordering::Release);

@@ -1,8 +1,8 @@
 //! How pages are evicted: copied while the program runs, later frozen, compared with the copy, and freed.
 //!
-//! Mapping lock and owner lock are held from the freeze until each page is out or back where it was: no page may be in the freeze area
-//! when either is free for good. Where a discard by a raw call waits for its event, the owner lock is given away for a moment, so the
-//! states in the residency map say at any time which pages are frozen.
+//! Mapping lock and owner lock are held from the freeze until each page is out or back where it was: no page may be in the
+//! freeze area when either is free for good. Where a discard by a raw call waits for its event, the owner lock is given away
+//! for a moment, so the states in the residency map say at any time which pages are frozen.
 
 use super::daemon_liveness::DaemonLiveness;
 use super::session::{ColdSession, Connection};
@@ -101,11 +101,11 @@ impl ColdSession {
         Ok(count)
     }
 
-    /// Makes pages that the kernel would not move exclusive to the process, as the next write would: a page that a fork shared counts as
-    /// shared until then, even long after the child has ended. The daemon may ask again.
+    /// Makes pages that the kernel would not move exclusive to the process, as the next write would: a page that a fork
+    /// shared counts as shared until then, even long after the child has ended. The daemon may ask again.
     ///
-    /// Without the owner lock: a page that is evicted meanwhile is a fault that the daemon answers. That fault must not wait for room,
-    /// because the daemon makes room only after this answer.
+    /// Without the owner lock: a page that is evicted meanwhile is a fault that the daemon answers. That fault must not wait
+    /// for room, because the daemon makes room only after this answer.
     pub(super) fn make_exclusive(&self, channel: &Channel, count: usize) {
         for index in 0..count {
             let run: EvictEntry = channel.request(index);
@@ -158,7 +158,8 @@ impl ColdSession {
         }
         let pages = range.pages() as usize;
         let base = freeze_area.range().start + (place * PAGE_SIZE) as u64;
-        // Marked before the move, so that an absent page never counts as untouched while the owner lock is given away for a moment.
+        // Marked before the move, so that an absent page never counts as untouched while the owner lock is given away for a
+        // moment.
         for addr in (range.start..range.end).step_by(PAGE_SIZE) {
             self.residency.set_state(addr, FROZEN);
         }
@@ -247,8 +248,8 @@ impl ColdSession {
         }
     }
 
-    /// Gives the owner lock away for a moment, so that the daemon reads the waiting events; drops pages that they discard. If no daemon is
-    /// left to read them, the agent reads them, and takes the lock from its dead holder.
+    /// Gives the owner lock away for a moment, so that the daemon reads the waiting events; drops pages that they discard.
+    /// If no daemon is left to read them, the agent reads them, and takes the lock from its dead holder.
     fn let_events_pass(&self, dst: u64, src: u64, pages: u64, liveness: &mut DaemonLiveness) {
         self.residency.unlock();
         yield_now();

@@ -1,8 +1,8 @@
 //! How pages return: a thread touches them, and waits for the daemon meanwhile.
 //!
-//! Many pages return at once with the mapping lock held, so none is evicted again meanwhile, and no room is made: the daemon says how
-//! much room there is, and the thread stops at its end. A step that spans several mappings, or has lost pages or pages that the
-//! program may not read, is taken apart.
+//! Many pages return at once with the mapping lock held, so none is evicted again meanwhile, and no room is made: the daemon
+//! says how much room there is, and the thread stops at its end. A step that spans several mappings, or has lost pages or
+//! pages that the program may not read, is taken apart.
 
 use super::session::residency;
 use crate::address_space::maps::Maps;
@@ -14,8 +14,8 @@ use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
 use pagefold_protocol::residency_map::{EVICTED, ResidencyMap};
 
-/// How often what is out by the table and was touched is looked at again, about a millisecond apart: the daemon may have to hear
-/// first that it is elsewhere.
+/// How often what is out by the table and was touched is looked at again, about a millisecond apart: the daemon may have to
+/// hear first that it is elsewhere.
 const UNHEARD_TRIES: u32 = 1000;
 
 /// Pages that are brought back at once.
@@ -32,9 +32,9 @@ fn populate(range: Range) -> Result<()> {
     unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) }
 }
 
-/// As [`read_in`], of a step that lies in several mappings, has lost pages, or that the program may not read. The last it may
-/// for a moment: nothing else has the kernel wait for a page there (`/proc/PID/mem` does not), and its own calls that change
-/// rights wait for the mapping lock.
+/// As [`read_in`], of a step that lies in several mappings, has lost pages, or that the program may not read. The last it
+/// may for a moment: nothing else has the kernel wait for a page there (`/proc/PID/mem` does not), and its own calls that
+/// change rights wait for the mapping lock.
 #[inline(never)]
 fn read_in_parts(step: Range) {
     let Ok(maps) = Maps::open() else { return };
@@ -184,8 +184,8 @@ pub(super) fn fault_in_everything() {
 
 /// Touches every evicted page, so that it returns.
 ///
-/// No page is evicted meanwhile, because the caller holds the mapping lock. So the daemon keeps none of these pages waiting for room;
-/// it says how much room there is, and this function stops at its end.
+/// No page is evicted meanwhile, because the caller holds the mapping lock. So the daemon keeps none of these pages waiting
+/// for room; it says how much room there is, and this function stops at its end.
 ///
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for all of it; pages that have returned stay.

@@ -1,8 +1,8 @@
 //! What the program's own calls need of the tier: forks, moves and discards of memory with evicted pages.
 //!
-//! All run in the program's threads, with the mapping lock held. A child has no daemon to ask for pages, the daemon would look for a
-//! moved page at its old address, and a discarded page must not return. So each of these calls is prepared here, before or around
-//! the system call.
+//! All run in the program's threads, with the mapping lock held. A child has no daemon to ask for pages, the daemon would
+//! look for a moved page at its old address, and a discarded page must not return. So each of these calls is prepared here,
+//! before or around the system call.
 
 use super::fault_in::{EVERYTHING, Wanted, all, fault_in, forget_thread};
 use super::session::{RESIDENCY, residency};
@@ -13,8 +13,8 @@ use pagefold_os::Range;
 use pagefold_os::raw::Result;
 use pagefold_protocol::residency_map::EVICTED;
 
-/// Before a fork, with the mapping lock held: the child cannot ask for pages, so all are brought back but those that it will not
-/// have anyway: `dont_fork` says how far (to an end at most) an address is of one kind, and whether of that.
+/// Before a fork, with the mapping lock held: the child cannot ask for pages, so all are brought back but those that it will
+/// not have anyway: `dont_fork` says how far (to an end at most) an address is of one kind, and whether of that.
 ///
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for that; not if it is to be done `ignores_limit`.

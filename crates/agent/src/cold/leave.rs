@@ -1,7 +1,7 @@
 //! The end of a cold client's session: every page that can return is faulted in, and the watch on its memory ends.
 //!
-//! A page that cannot return, because its daemon is lost or the program may not read it, is marked: a later touch is a bus error
-//! and never reads zeros.
+//! A page that cannot return, because its daemon is lost or the program may not read it, is marked: a later touch is a bus
+//! error and never reads zeros.
 
 use super::daemon_liveness::DaemonLiveness;
 use super::fault_in::{fault_in_by_thread, fault_in_everything};
@@ -16,13 +16,13 @@ use pagefold_protocol::residency_map::{self, EVICTED, OWNER_AGENT, ResidencyMap,
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// How long a leaving agent waits for the owner lock at a time, in milliseconds, and how often: longer in all than it takes until
-/// daemon and keeper count as lost.
+/// How long a leaving agent waits for the owner lock at a time, in milliseconds, and how often: longer in all than it takes
+/// until daemon and keeper count as lost.
 const SETTLE_MS: u32 = 100;
 const SETTLE_TRIES: u32 = 150;
 
-/// The last discards of earlier loans. A thread learns that its discard was read and acts on that a moment later, which may be in
-/// the next loan.
+/// The last discards of earlier loans. A thread learns that its discard was read and acts on that a moment later, which may
+/// be in the next loan.
 static LAST_DISCARDS: [AtomicU64; residency_map::DISCARD_SLOTS] =
     [const { AtomicU64::new(0) }; residency_map::DISCARD_SLOTS];
 
@@ -55,7 +55,8 @@ impl ColdSession {
             settles
         };
         self.drain_wakeups();
-        // Unregistered now, because daemon and keeper have the descriptor too, and another descriptor may be about to register the memory.
+        // Unregistered now, because daemon and keeper have the descriptor too, and another descriptor may be about to
+        // register the memory.
         for_each_anonymous(&self.maps, |range| {
             // A page is resident a moment before the map says so: the daemon holds the owner lock until it does.
             let settled = take_owner_lock();
@@ -96,8 +97,8 @@ impl ColdSession {
             }
             liveness.is_unreachable()
         };
-        // By another thread: a thread that waits for a page does not see that the daemon dies. Where no thread may be started, the standby
-        // thread does it.
+        // By another thread: a thread that waits for a page does not see that the daemon dies. Where no thread may be
+        // started, the standby thread does it.
         let is_done = has_evicted() && fault_in_by_thread(|| _ = watch());
         // By this thread otherwise, but not while no daemon can be reached.
         while !is_done && has_evicted() && watch() {}
@@ -128,7 +129,8 @@ impl ColdSession {
         self.mover.iter().for_each(Wakeup::drain);
     }
 
-    /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The owner lock is held.
+    /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The owner lock is
+    /// held.
     fn read_last_events(&self) {
         while let Ok(Some(event)) = self.hold.read_event() {
             match event {
@@ -325,7 +327,8 @@ mod tests {
         core::mem::forget(memory);
     }
 
-    /// A daemon dies while it holds the owner lock, and with the event of a discard unread; another process keeps its descriptor.
+    /// A daemon dies while it holds the owner lock, and with the event of a discard unread; another process keeps its
+    /// descriptor.
     #[test]
     fn a_leaving_agent_takes_the_owner_lock_of_a_dead_daemon() {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);

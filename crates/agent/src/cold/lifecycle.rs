@@ -1,8 +1,8 @@
 //! The thread of a client of the tier: how it begins, its connections one after the other, and when it ends.
 //!
 //! It is the only thread of a cold client ([`run`]), or the second thread of a merged one while its anonymous memory is lent
-//! ([`lend`]). The session outlives each connection. It ends only when every page is back, or when no process lives that could
-//! bring pages back.
+//! ([`lend`]). The session outlives each connection. It ends only when every page is back, or when no process lives that
+//! could bring pages back.
 
 use super::daemon_liveness::DaemonLiveness;
 use super::fault_in::dismiss_standby;

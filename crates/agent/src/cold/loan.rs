@@ -1,8 +1,8 @@
 //! The loan: which thread manages the anonymous memory of a client that is merged live.
 //!
-//! A parked client becomes a client of the tier as well. A second thread then does what the only thread of a cold client does, for the
-//! anonymous memory, and the thread of live merging leaves that memory alone. Merged pages stay merged. Here is what both threads
-//! and the program's threads ask; `lifecycle` begins and ends the loan.
+//! A parked client becomes a client of the tier as well. A second thread then does what the only thread of a cold client
+//! does, for the anonymous memory, and the thread of live merging leaves that memory alone. Merged pages stay merged. Here
+//! is what both threads and the program's threads ask; `lifecycle` begins and ends the loan.
 //!
 //! The memory returns to the thread of live merging only when the word is 0, not when the end is requested.
 
@@ -21,8 +21,8 @@ pub(crate) fn ask_end_of_loan() {
 /// Asks for the memory back and waits until it is; calls `serve` meanwhile.
 pub(crate) fn end_loan(mut serve: impl FnMut()) {
     ask_end_of_loan();
-    // Not the thread of live merging, which alone calls this in an attached program: the thread of the loan may be waiting for it, and
-    // looks twice a second by itself.
+    // Not the thread of live merging, which alone calls this in an attached program: the thread of the loan may be waiting
+    // for it, and looks twice a second by itself.
     #[cfg(feature = "preload")]
     if !LOAN_THREAD.is_gone() {
         WAKEUP.wake();

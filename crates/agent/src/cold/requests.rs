@@ -12,8 +12,8 @@ use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, sched, sock, uffd};
 use pagefold_protocol::message::{LIST_MAX, Op, Packet};
 
-/// The thread that manages all memory of an attached program ends if the daemon has told it to leave. The thread of a loan is told by
-/// the other one.
+/// The thread that manages all memory of an attached program ends if the daemon has told it to leave. The thread of a loan
+/// is told by the other one.
 pub(super) fn end_if_asked() {
     if COLD.load(Ordering::Relaxed) && attached::is_asked_to_leave() {
         SHARED.give_up();
@@ -62,7 +62,8 @@ impl ColdSession {
         }
     }
 
-    /// Brings the table up to what the kernel says about the memory of an attached program: the agent sees none of its calls.
+    /// Brings the table up to what the kernel says about the memory of an attached program: the agent sees none of its
+    /// calls.
     fn refresh_attributes(&mut self) -> Result<()> {
         let held = SHARED.mapping_lock.lock(COLD_AGENT);
         self.list_clock.measure(|| vm_flags::refresh(SHARED.tables(&held).table))

@@ -26,7 +26,8 @@ pub(super) static RESIDENCY: AtomicU64 = AtomicU64::new(0);
 pub(super) fn residency() -> Option<ResidencyMap> {
     match RESIDENCY.load(Ordering::Acquire) {
         0 => None,
-        // SAFETY: stored once the mapping is there, which stays as long as the mapping lock is held, and the caller holds that.
+        // SAFETY: stored once the mapping is there, which stays as long as the mapping lock is held, and the caller holds
+        // that.
         base => Some(unsafe { ResidencyMap::at(base) }),
     }
 }

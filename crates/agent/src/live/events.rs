@@ -1,7 +1,7 @@
 //! What the kernel reports of merged memory: discards by raw system calls, and accesses to pages that are not mapped.
 //!
-//! A thread waits for each answer, with or without the mapping lock, and with or without a daemon. So the agent also answers while it
-//! waits for the mapping lock itself, and an answer may only try to take that lock.
+//! A thread waits for each answer, with or without the mapping lock, and with or without a daemon. So the agent also answers
+//! while it waits for the mapping lock itself, and an answer may only try to take that lock.
 
 use super::session::{Agent, PAGE};
 use crate::address_space::anonymous::{keep_attributes, replace_merged};
@@ -41,8 +41,8 @@ impl Agent {
         let _ = pagemap::protect(&self.pagemap, range, query);
     }
 
-    /// Has the kernel tell us of discards in `range`, parts of which have just been mapped from the pool: before it is read in, and
-    /// so before [`hold_pool`](Self::hold_pool), for in these modes it would be read in page by page, and by us.
+    /// Has the kernel tell us of discards in `range`, parts of which have just been mapped from the pool: before it is read
+    /// in, and so before [`hold_pool`](Self::hold_pool), for in these modes it would be read in page by page, and by us.
     ///
     /// A part that already has all of [`HOLD_MODES`] refuses the narrower mode (`EBUSY`): it reports discards as it is.
     pub(crate) fn report_discards(&self, range: Range) {
@@ -81,8 +81,9 @@ impl Agent {
         SHARED.holds.store(true, Ordering::Release);
     }
 
-    /// Maps what the page cache has for `part`, page by page: the first write to a huge page would split it, and then each of its pages
-    /// would have to be mapped again. A thread that touches a page meanwhile waits for the end of a step at most.
+    /// Maps what the page cache has for `part`, page by page: the first write to a huge page would split it, and then each
+    /// of its pages would have to be mapped again. A thread that touches a page meanwhile waits for the end of a step at
+    /// most.
     pub(crate) fn map_as_pages(&self, part: Range) {
         const ABSENT: pagemap::Query = pagemap::Query {
             all_of: pagemap::PRESENT,
@@ -152,8 +153,8 @@ impl Agent {
     }
 }
 
-/// Ranges that got fresh memory while another thread held the mapping lock, so that their attributes are owed. The agent's thread adds
-/// at the end; a holder of the lock takes from the start.
+/// Ranges that got fresh memory while another thread held the mapping lock, so that their attributes are owed. The agent's
+/// thread adds at the end; a holder of the lock takes from the start.
 static OWED: [[AtomicU64; 2]; OWED_MAX] = [const { [const { AtomicU64::new(0) }; 2] }; OWED_MAX];
 const OWED_MAX: usize = 1 << 10;
 /// How many were ever added, and taken.
@@ -228,9 +229,9 @@ pub(crate) fn forget_served() {
 
 /// Answers one event.
 ///
-/// The pages of a discarded range must read zero, so they become fresh memory. Until then no thread sees old bytes: merged memory is
-/// registered in minor mode, for pages that only the page cache has. So a thread that touches a page just dropped by the discard
-/// waits, and the agent reads that fault after it has answered the discard.
+/// The pages of a discarded range must read zero, so they become fresh memory. Until then no thread sees old bytes: merged
+/// memory is registered in minor mode, for pages that only the page cache has. So a thread that touches a page just dropped
+/// by the discard waits, and the agent reads that fault after it has answered the discard.
 fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<&AgentCounters>, event: uffd::Event) {
     match event {
         uffd::Event::Remove(range) => {
@@ -246,12 +247,14 @@ fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<
                 let _ = hold.wake(range);
                 return SHARED.changed();
             }
-            // A thread that discards inside an interposed call holds the mapping lock and waits for this answer: the attributes cannot be read then.
+            // A thread that discards inside an interposed call holds the mapping lock and waits for this answer: the
+            // attributes cannot be read then.
             let held = SHARED.mapping_lock.try_lock(AGENT);
             let table = held.as_ref().map(|held| &*SHARED.tables(held).table);
             let is_known = table.is_some();
             let replaced = replace_merged(maps, range, watch, table, |part, prot, errno| {
-                // Of what is sealed the kernel discards only what may be written to; a mapping of the pool's it does not know as such.
+                // Of what is sealed the kernel discards only what may be written to; a mapping of the pool's it does not
+                // know as such.
                 if prot & libc::PROT_WRITE != 0 || errno != Errno(libc::EPERM) {
                     discarded_ranges::add(part);
                 }

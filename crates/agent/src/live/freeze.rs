@@ -1,9 +1,9 @@
 //! A freeze: a span of pages that the agent has taken away from the program, until each is mapped from the pool or back.
 //!
-//! [`Agent::freeze`] takes the mapping lock, leaves the end of the heap and what the program excludes alone, and registers the
-//! span for missing pages, so that a thread that touches an absent page waits. [`remap`](super::remap) and
-//! [`remap_huge`](super::remap_huge) then move the pages away, compare them, and map or return them. [`Freeze::end`] wakes the
-//! waiting threads and releases the lock.
+//! [`Agent::freeze`] takes the mapping lock, leaves the end of the heap and what the program excludes alone, and registers
+//! the span for missing pages, so that a thread that touches an absent page waits. [`remap`](super::remap) and
+//! [`remap_huge`](super::remap_huge) then move the pages away, compare them, and map or return them. [`Freeze::end`] wakes
+//! the waiting threads and releases the lock.
 
 use super::session::{Agent, PAGE};
 use crate::address_space::anonymous::{map_over, watch_anonymous};
@@ -47,8 +47,8 @@ pub(super) struct Freeze<'a> {
 }
 
 impl Agent {
-    /// Begins to freeze `span`, memory with `rights`; its pages will wait from `freeze_area` on. `None` if the span must be left alone, or
-    /// cannot be registered.
+    /// Begins to freeze `span`, memory with `rights`; its pages will wait from `freeze_area` on. `None` if the span must be
+    /// left alone, or cannot be registered.
     pub(super) fn freeze(&self, span: Range, rights: c_int, freeze_area: u64) -> Option<Freeze<'_>> {
         let held = self.lock_mappings();
         if self.is_excluded(span) {
@@ -86,8 +86,8 @@ impl Agent {
         }
     }
 
-    /// Maps the kernel's zero page over the pieces of zeros that were merged, where nothing has come since. A program that tracks
-    /// memory by a userfaultfd, as postcopy migration does, finds received pages present.
+    /// Maps the kernel's zero page over the pieces of zeros that were merged, where nothing has come since. A program that
+    /// tracks memory by a userfaultfd, as postcopy migration does, finds received pages present.
     fn map_zero_page(&self, pieces: &[Piece], outcomes: &[Outcome]) {
         for (piece, outcome) in pieces.iter().zip(outcomes).filter(|(piece, _)| piece.segment == PIECE_ZERO) {
             let Range { start: mut at, end } = Range::pages_from(piece.addr, u64::from(outcome.merged));
@@ -220,7 +220,8 @@ impl Freeze<'_> {
         Range::pages_from(self.span.start + run.start as u64 * PAGE, run.len() as u64)
     }
 
-    /// Moves `part` of the span to the freeze area, which is empty there; returns the bytes moved and what ended the move early.
+    /// Moves `part` of the span to the freeze area, which is empty there; returns the bytes moved and what ended the move
+    /// early.
     pub(super) fn move_away(&self, part: Range) -> (u64, Option<Errno>) {
         let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
         let (moved, error) = self.agent.watch.move_pages(self.freeze_area + (part.start - self.span.start), part, mode);
@@ -230,8 +231,8 @@ impl Freeze<'_> {
         if error != Some(Errno(libc::EEXIST)) {
             return (moved, error);
         }
-        // Linux 6.18 and later forget a move that follows an attempt within the same call: they find its target taken then. The
-        // target was empty, and no thread can fill the source now. So what the source lacks is in the freeze area.
+        // Linux 6.18 and later forget a move that follows an attempt within the same call: they find its target taken then.
+        // The target was empty, and no thread can fill the source now. So what the source lacks is in the freeze area.
         let rest = Range { start: part.start + moved, ..part };
         let gone = self.agent.first_kept(rest).unwrap_or(rest.end) - rest.start;
         (moved + gone, error.filter(|_| gone == 0))
@@ -275,8 +276,8 @@ impl Freeze<'_> {
         SHARED.tables(&self.held).table.alike_for_copies(range)
     }
 
-    /// Maps the slots of `piece`: all of its pages must be frozen and equal, and [alike for copies](Self::alike_for_copies). For a
-    /// piece of zeros nothing is mapped.
+    /// Maps the slots of `piece`: all of its pages must be frozen and equal, and [alike for copies](Self::alike_for_copies).
+    /// For a piece of zeros nothing is mapped.
     ///
     /// # Errors
     /// Why the kernel refused the mapping.
@@ -289,9 +290,9 @@ impl Freeze<'_> {
         let Some(fd) = self.agent.segment_fd(piece.segment) else { return Err(RefusalReason::NotAnonymous) };
         let source = Some((fd, u64::from(piece.slot) * PAGE));
         let (_, note) = self.alike_for_copies(range);
-        // SAFETY: the range was anonymous memory with these rights a moment ago (UFFDIO_MOVE proved it) and its pages are frozen. The mapping
-        // lock keeps the mapping in place; what lies beyond a heap that shrinks is unmapped again. The bytes that appear
-        // equal those that were there.
+        // SAFETY: the range was anonymous memory with these rights a moment ago (UFFDIO_MOVE proved it) and its pages are
+        // frozen. The mapping lock keeps the mapping in place; what lies beyond a heap that shrinks is unmapped again. The
+        // bytes that appear equal those that were there.
         let mapped = unsafe { map_over(range, self.rights, source, &note) };
         match mapped {
             Ok(()) => {

@@ -1,7 +1,8 @@
 //! Where frozen pages wait.
 //!
-//! The kernel moves pages only between mappings with the same rights: a refused move is also the proof that a span has others than the
-//! agent assumed. So memory that can be executed has a freeze area of its own, made when such memory is listed first.
+//! The kernel moves pages only between mappings with the same rights: a refused move is also the proof that a span has
+//! others than the agent assumed. So memory that can be executed has a freeze area of its own, made when such memory is
+//! listed first.
 
 use crate::owned_ranges::{Owned, OwnedMapping};
 use core::ffi::c_int;
@@ -43,8 +44,8 @@ impl FreezeArea {
         }
     }
 
-    /// Makes the area for memory that can be executed, if there is none. Where the kernel allows the program no such memory any more
-    /// (`PR_SET_MDWE`, SELinux), there stays none.
+    /// Makes the area for memory that can be executed, if there is none. Where the kernel allows the program no such memory
+    /// any more (`PR_SET_MDWE`, SELinux), there stays none.
     pub(super) fn add_executable(&mut self, watch: &Uffd) {
         if self.executable.is_none()
             && let Ok(area) = make(Owned::ExecutableFreezeArea, mem::READ_WRITE_EXECUTE)
@@ -55,7 +56,8 @@ impl FreezeArea {
         }
     }
 
-    /// Another descriptor moves the pages from now on. The area for memory that can be executed is made again when it is needed.
+    /// Another descriptor moves the pages from now on. The area for memory that can be executed is made again when it is
+    /// needed.
     ///
     /// # Errors
     /// As the kernel says.
@@ -76,8 +78,8 @@ fn make(owned: Owned, rights: c_int) -> Result<OwnedMapping> {
     Ok(OwnedMapping::new(owned, map, range))
 }
 
-/// The target of a move must be registered. Not in missing mode: a thread that touches all memory (mlockall(2), a debugger) would wait
-/// there for ever.
+/// The target of a move must be registered. Not in missing mode: a thread that touches all memory (mlockall(2), a debugger)
+/// would wait there for ever.
 fn register(watch: &Uffd, area: &OwnedMapping) -> Result<()> {
     watch.register(area.range(), uffd::MODE_WP)
 }

@@ -1,8 +1,8 @@
 //! How the agent connects to a daemon, and what it sets up for that.
 //!
-//! Merged ranges are registered with one userfaultfd, `hold`. While a daemon is slow, refuses the agent or is gone, threads of the
-//! program may wait for its events. So the agent of the earlier connection answers them meanwhile, and each step passes its `hold`
-//! on or keeps it. Everything that can fail comes before `hold` is taken over.
+//! Merged ranges are registered with one userfaultfd, `hold`. While a daemon is slow, refuses the agent or is gone, threads
+//! of the program may wait for its events. So the agent of the earlier connection answers them meanwhile, and each step
+//! passes its `hold` on or keeps it. Everything that can fail comes before `hold` is taken over.
 
 use super::freeze_area::FreezeArea;
 use super::session::{Agent, WAKEUP};
@@ -55,8 +55,8 @@ pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     }
 }
 
-/// Takes charge, without a daemon yet, of merged pages without an agent: those of a forked child, or of an agent that left. An agent that
-/// may not make a userfaultfd gets one from the daemon.
+/// Takes charge, without a daemon yet, of merged pages without an agent: those of a forked child, or of an agent that left.
+/// An agent that may not make a userfaultfd gets one from the daemon.
 pub(super) fn adopt_merged_ranges(left: &mut Option<Agent>) {
     if left.is_some() {
         // Must not wait for the mapping lock either: its holder may wait for a page that only `left` answers for.

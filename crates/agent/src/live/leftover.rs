@@ -1,13 +1,13 @@
-//! The leftover: plain memory that the budget of mappings keeps private, handed to the kernel's KSM. So are the program's own copies of
-//! pages of files, which no userfaultfd can move.
+//! The leftover: plain memory that the budget of mappings keeps private, handed to the kernel's KSM. So are the program's
+//! own copies of pages of files, which no userfaultfd can move.
 //!
-//! KSM merges pages without a mapping for each. It looks only at memory that is marked, so the agent marks what it manages and
-//! nothing else. `prctl(PR_SET_MEMORY_MERGE)` would mark all of the program's memory, what comes later and in its children as well, and
-//! could not be undone where the program had asked for it itself.
+//! KSM merges pages without a mapping for each. It looks only at memory that is marked, so the agent marks what it manages
+//! and nothing else. `prctl(PR_SET_MEMORY_MERGE)` would mark all of the program's memory, what comes later and in its
+//! children as well, and could not be undone where the program had asked for it itself.
 //!
-//! Each note of the table says whether the agent handed a range. KSM drops the write protection of a page that it merges. So the
-//! page counts as written, which costs one look. The agent's userfaultfd
-//! watches all that is handed: no other userfaultfd, which would miss a write then, can have it.
+//! Each note of the table says whether the agent handed a range. KSM drops the write protection of a page that it merges. So
+//! the page counts as written, which costs one look. The agent's userfaultfd watches all that is handed: no other
+//! userfaultfd, which would miss a write then, can have it.
 
 use super::session::Agent;
 use crate::address_space::anonymous::watch_anonymous;
@@ -27,8 +27,8 @@ const TAKEN_TOGETHER: u64 = 2 << 20;
 const TAKE_BACK_NS: u64 = 10_000_000;
 
 impl Agent {
-    /// Hands the plain memory that is managed to KSM, and large private mappings of files, but for what the program has marked itself.
-    /// Memory that cannot be watched for writes stays the program's.
+    /// Hands the plain memory that is managed to KSM, and large private mappings of files, but for what the program has
+    /// marked itself. Memory that cannot be watched for writes stays the program's.
     ///
     /// # Errors
     /// `EBUSY` while the cold tier has the memory; `EINVAL` if this kernel has no KSM; as reading the mappings.
@@ -58,7 +58,8 @@ impl Agent {
         }
     }
 
-    /// Hands to KSM what [`hand_leftover`](Self::hand_leftover) does, but for plain memory. Returns true if that is anything.
+    /// Hands to KSM what [`hand_leftover`](Self::hand_leftover) does, but for plain memory. Returns true if that is
+    /// anything.
     ///
     /// # Errors
     /// As [`hand_leftover`](Self::hand_leftover).
@@ -73,8 +74,8 @@ impl Agent {
         Ok(bytes > 0)
     }
 
-    /// Hands the large private mappings of files that the program may write to, and returns their length. KSM merges only pages that
-    /// were written: the others are the file's, which all processes share.
+    /// Hands the large private mappings of files that the program may write to, and returns their length. KSM merges only
+    /// pages that were written: the others are the file's, which all processes share.
     fn hand_files(&self, table: &mut RangeAttributes) -> Result<u64> {
         let (mut bytes, mut result) = (0, Ok(()));
         // Names can be long; a line that does not fit is left out.
@@ -108,8 +109,9 @@ impl Agent {
         Ok(bytes)
     }
 
-    /// Hands the plain memory of `range`, which is managed, and returns its length. The notes say so of merged memory too: one note
-    /// for each piece between merged pages would fill the table, and what replaces a pool mapping is handed as well.
+    /// Hands the plain memory of `range`, which is managed, and returns its length. The notes say so of merged memory too:
+    /// one note for each piece between merged pages would fill the table, and what replaces a pool mapping is handed as
+    /// well.
     fn hand(&self, range: Range, table: &mut RangeAttributes) -> Result<u64> {
         let (mut at, mut bytes) = (range.start, 0);
         while at < range.end {
@@ -180,8 +182,8 @@ impl Agent {
     }
 }
 
-/// Takes back what was handed of `range`, under the lock that `lock` takes: the program is about to have it for itself. What the kernel
-/// has no memory for stays KSM's.
+/// Takes back what was handed of `range`, under the lock that `lock` takes: the program is about to have it for itself. What
+/// the kernel has no memory for stays KSM's.
 pub(crate) fn take_back(range: Range, lock: impl Fn() -> MappingLockGuard<'static>) {
     let mut rest = range;
     loop {

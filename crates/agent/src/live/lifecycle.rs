@@ -1,7 +1,8 @@
 //! How the agent's thread begins, is asked to leave, and ends.
 //!
-//! Its phase is one word: 0 not started, 1 running, 2 asked to leave, 3 given up for good. A thread that asks it to leave may have a range
-//! unshared first. Other merged memory stays as it is, and a thread that is started later takes charge of it.
+//! Its phase is one word: 0 not started, 1 running, 2 asked to leave, 3 given up for good. A thread that asks it to leave
+//! may have a range unshared first. Other merged memory stays as it is, and a thread that is started later takes charge of
+//! it.
 //!
 //! The agent's thread may wait for the mapping lock: a holder of that lock must not wait for its end.
 
@@ -185,7 +186,8 @@ fn run() -> ! {
         cold::end_loan(|| left.iter().for_each(Agent::serve_alone));
     }
     if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
-        // An agent that is asked to leave before it began unshares merged memory all the same, whether there is a daemon or not.
+        // An agent that is asked to leave before it began unshares merged memory all the same, whether there is a daemon or
+        // not.
         if MAY_START.load(Ordering::Acquire) {
             adopt_merged_ranges(&mut left);
             if left.is_none()
@@ -198,8 +200,8 @@ fn run() -> ! {
         take_back(give_back(), || left.as_ref().map_or_else(|| SHARED.mapping_lock.lock(AGENT), Agent::lock_mappings));
     }
     left.iter().for_each(Agent::fill_discarded);
-    // The kernel reports the end of a thread before it closes that thread's descriptors, on a busy machine long before; and no other
-    // descriptor can register a range as long as this userfaultfd is open.
+    // The kernel reports the end of a thread before it closes that thread's descriptors, on a busy machine long before; and
+    // no other descriptor can register a range as long as this userfaultfd is open.
     SHARED.holds.store(false, Ordering::Release);
     // Discards by threads that still saw `holds` set.
     left.iter().for_each(Agent::fill_discarded);

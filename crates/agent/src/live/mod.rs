@@ -5,10 +5,10 @@
 //! everything that it calls must do without `errno`. Only the kernel ends it, with the process or at exec(2); it never dies
 //! alone, so pages never stay in the freeze area.
 //!
-//! `lifecycle` starts the thread and ends it, `handshake` connects it to a daemon, `requests` answers the daemon, and `events`
-//! answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison, to a `freeze_area`; `remap` and
-//! `remap_huge` map slots in their place, and `unshare` replaces slots by private memory. `leftover` hands memory to the
-//! kernel's KSM that merging leaves out.
+//! `lifecycle` starts the thread and ends it, `handshake` connects it to a daemon, `requests` answers the daemon, and
+//! `events` answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison, to a
+//! `freeze_area`; `remap` and `remap_huge` map slots in their place, and `unshare` replaces slots by private memory.
+//! `leftover` hands memory to the kernel's KSM that merging leaves out.
 
 mod events;
 mod freeze;

@@ -1,5 +1,5 @@
-//! Freeze, compare, map: the only place where pages of a client become pages of the pool; [`unshare`](super::unshare) is the way
-//! back.
+//! Freeze, compare, map: the only place where pages of a client become pages of the pool; [`unshare`](super::unshare) is the
+//! way back.
 //!
 //! The order of steps carries the promise that no write is lost:
 //!
@@ -8,12 +8,12 @@
 //!    private anonymous memory;
 //! 3. the bytes, which no thread can change now, are compared with the slots;
 //! 4. pages that differ are moved back;
-//! 5. pages that are equal are mapped from the pool, as read-only page cache under a private mapping, so that a later write is
-//!    the kernel's own copy on write;
+//! 5. pages that are equal are mapped from the pool, as read-only page cache under a private mapping, so that a later write
+//!    is the kernel's own copy on write;
 //! 6. the span is watched again and the waiting threads are woken.
 //!
-//! The mapping lock is held from 1 to 6: calls that would change the mappings wait. What the steps share with those of a huge page
-//! is [`freeze`](super::freeze).
+//! The mapping lock is held from 1 to 6: calls that would change the mappings wait. What the steps share with those of a
+//! huge page is [`freeze`](super::freeze).
 
 use super::freeze::{Freeze, half};
 use super::session::{Agent, PAGE};
@@ -52,8 +52,9 @@ impl Agent {
         }
     }
 
-    /// Makes the pages of `range` that this process alone has exclusive to it, as its next write would: the kernel counts a page that
-    /// a fork shared as shared until then, even when the child has ended or executed another program. Returns false if there is none.
+    /// Makes the pages of `range` that this process alone has exclusive to it, as its next write would: the kernel counts a
+    /// page that a fork shared as shared until then, even when the child has ended or executed another program. Returns
+    /// false if there is none.
     ///
     /// Not while pages are frozen: a page that a bare call discards at this moment would have the agent wait for itself.
     fn make_exclusive(&self, range: Range) -> bool {
@@ -278,8 +279,8 @@ mod tests {
         map_equal_pages(mem::READ_WRITE);
     }
 
-    /// The kernel moves no page that a fork shared before its process writes to it; a page that the process alone has is not kept from
-    /// merging by that.
+    /// The kernel moves no page that a fork shared before its process writes to it; a page that the process alone has is not
+    /// kept from merging by that.
     #[test]
     fn pages_are_merged_once_the_children_that_shared_them_are_gone() {
         const PAGES: usize = 8;

@@ -1,9 +1,9 @@
 //! A huge page that is merged whole: taken, compared and freed as one.
 //!
 //! A merge page by page would have the kernel split it first, while its pages are frozen. That takes longer than everything
-//! else, and leaves 512 small pages to be freed. So where the pieces cover a huge page, it is moved as one. If all of it is equal,
-//! it is mapped, and the huge page returns to the system as one. If anything differs, it moves back, and the caller tries span
-//! by span. The order of steps is that of [`remap`](super::remap), and so is the argument for it.
+//! else, and leaves 512 small pages to be freed. So where the pieces cover a huge page, it is moved as one. If all of it is
+//! equal, it is mapped, and the huge page returns to the system as one. If anything differs, it moves back, and the caller
+//! tries span by span. The order of steps is that of [`remap`](super::remap), and so is the argument for it.
 
 use super::freeze::Freeze;
 use super::session::{Agent, PAGE};
@@ -37,8 +37,8 @@ pub(crate) fn pieces_of_one(pieces: impl Iterator<Item = Piece>) -> Option<usize
 }
 
 impl Agent {
-    /// Merges the pieces, which cover the pages of one huge page, if it is one and all are equal. Returns false if nothing is
-    /// merged; else writes one outcome per piece.
+    /// Merges the pieces, which cover the pages of one huge page, if it is one and all are equal. Returns false if nothing
+    /// is merged; else writes one outcome per piece.
     pub(super) fn remap_huge(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
         let Some(first) = pieces.first() else { return false };
         let span = Range { start: first.addr, end: first.addr + HUGE_LEN };
@@ -147,7 +147,8 @@ impl Freeze<'_> {
         equal
     }
 
-    /// Maps the slots, consecutive ones by one call. What the kernel does not map is back. Returns false if nothing is mapped.
+    /// Maps the slots, consecutive ones by one call. What the kernel does not map is back. Returns false if nothing is
+    /// mapped.
     fn map_all(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
         let mut done = 0;
         while let Some(first) = pieces.get(done) {
@@ -385,8 +386,8 @@ mod tests {
         outcomes.iter().all(|outcome| outcome.merged == 64)
     }
 
-    /// Raw discards at any time of a merge, each of one page, and then a look at its fresh content. A discard between a page's mapping and its
-    /// registration is lost, a few in a thousand here.
+    /// Raw discards at any time of a merge, each of one page, and then a look at its fresh content. A discard between a
+    /// page's mapping and its registration is lost, a few in a thousand here.
     #[test]
     fn raw_discards_during_a_merge_read_zeros() {
         const ROUNDS: u64 = 1000;

@@ -1,8 +1,9 @@
 //! What the daemon asks for, one request at a time.
 //!
-//! Lists and pages go through the channel, a file that the daemon can write to at any time: entries are copied before they are
-//! looked at, and every number in them may be any. Pages are copied by the kernel, so that one which is gone is an error and not
-//! a fault in the program. Between two requests the events of merged memory are answered, with the mapping lock held.
+//! Lists and pages go through the channel, a file that the daemon can write to at any time: entries are copied before they
+//! are looked at, and every number in them may be any. Pages are copied by the kernel, so that one which is gone is an error
+//! and not a fault in the program. Between two requests the events of merged memory are answered, with the mapping lock
+//! held.
 
 use super::events::serve_events;
 use super::session::{Agent, PAGE, Segment};
@@ -162,8 +163,8 @@ impl Agent {
         }
     }
 
-    /// Leaves the plain memory to the cold tier, which a second thread is the client of, or asks for it back. The thread tells
-    /// when it is ours again, by changing the generation.
+    /// Leaves the plain memory to the cold tier, which a second thread is the client of, or asks for it back. The thread
+    /// tells when it is ours again, by changing the generation.
     fn lend(&mut self, lends: bool) -> Result<()> {
         if !lends {
             self.is_lent = false;
@@ -210,7 +211,8 @@ impl Agent {
         Ok(count)
     }
 
-    /// Merges the first span of the pieces `left`, those before which are merged as a `whole` or not; returns how many pieces it has.
+    /// Merges the first span of the pieces `left`, those before which are merged as a `whole` or not; returns how many
+    /// pieces it has.
     fn remap_first(
         &mut self,
         left: core::ops::Range<usize>,
@@ -276,7 +278,8 @@ impl Agent {
         count
     }
 
-    /// Brings the table up to what the kernel says about the memory of an attached program: the agent sees none of its calls.
+    /// Brings the table up to what the kernel says about the memory of an attached program: the agent sees none of its
+    /// calls.
     fn refresh_attributes(&mut self) -> Result<()> {
         let held = self.lock_mappings();
         self.fill_what_was_discarded();

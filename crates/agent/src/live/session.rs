@@ -43,8 +43,8 @@ pub(crate) struct Agent {
     pub(crate) watch: Uffd,
     /// Holds frozen and merged ranges; tells of discards.
     pub(crate) hold: Uffd,
-    /// Has ranges while they are unshared, where `hold` must not: it would report the agent's own moves to the agent, which waits for
-    /// them. `None` where `hold` reports no moves.
+    /// Has ranges while they are unshared, where `hold` must not: it would report the agent's own moves to the agent, which
+    /// waits for them. `None` where `hold` reports no moves.
     pub(super) quiet: Option<Uffd>,
     /// Watches the end of the heap while part of that is frozen.
     pub(crate) heap: HeapEnd,
@@ -86,7 +86,8 @@ impl Agent {
         Some(held.fd.raw())
     }
 
-    /// Puts the attributes that the program gave to `range` onto the mapping that replaced it: `plain` memory, or the pool's.
+    /// Puts the attributes that the program gave to `range` onto the mapping that replaced it: `plain` memory, or the
+    /// pool's.
     pub(crate) fn keep_attributes(&self, range: Range, plain: bool) {
         let held = SHARED.mapping_lock.lock(AGENT);
         keep_attributes(range, SHARED.tables(&held).table, plain);
@@ -110,8 +111,8 @@ impl Agent {
         is_left_alone(SHARED.tables(&held).table, range)
     }
 
-    /// True if the mappings of `range` cannot be replaced: the program has locked, sealed or keyed part of it, or discarded what cannot
-    /// be told from the slots where it is, or may map it anew unseen.
+    /// True if the mappings of `range` cannot be replaced: the program has locked, sealed or keyed part of it, or discarded
+    /// what cannot be told from the slots where it is, or may map it anew unseen.
     pub(crate) fn keeps_mapping(&self, range: Range) -> bool {
         let held = SHARED.mapping_lock.lock(AGENT);
         let table = SHARED.tables(&held).table;
@@ -130,8 +131,8 @@ impl Agent {
         SHARED.tables(&held).merged.add(range);
     }
 
-    /// What the program may do with its plain memory at `addr`, as far as the agent merges such memory. A guess: the mapping may change at
-    /// any time, and the kernel then refuses the move to the freeze area.
+    /// What the program may do with its plain memory at `addr`, as far as the agent merges such memory. A guess: the mapping
+    /// may change at any time, and the kernel then refuses the move to the freeze area.
     pub(super) fn rights_of_plain(&self, addr: u64) -> c_int {
         if SHARED.executable.load(Ordering::Relaxed) && self.maps.rights_at(addr) == Some(mem::READ_WRITE_EXECUTE) {
             mem::READ_WRITE_EXECUTE

@@ -50,7 +50,8 @@ impl Agent {
     /// Registers the pool mappings of `range` with the descriptor that has them while they are unshared.
     fn register_quiet(&self, range: Range) -> Result<(), Errno> {
         if ATTACHED {
-            // No thread of the program discards meanwhile. What it discarded before is filled: beyond here no page is missing.
+            // No thread of the program discards meanwhile. What it discarded before is filled: beyond here no page is
+            // missing.
             discarded_ranges::for_each_in(range, |void| self.fill_absent(void));
             self.hold.unregister(range)?;
         }
@@ -168,7 +169,8 @@ impl Agent {
         let _ = unsafe { mem::unmap(aside, len) };
     }
 
-    /// Copies the page at `from` to `to` in the empty mapping of `range`, if it is the program's own, and shows the slot else.
+    /// Copies the page at `from` to `to` in the empty mapping of `range`, if it is the program's own, and shows the slot
+    /// else.
     fn bring_page_back(&self, range: Range, to: u64, from: u64) {
         let page = Range::pages_from(to, 1);
         // In memory or swap, and not the file's page.
@@ -206,8 +208,8 @@ impl Agent {
         }
     }
 
-    /// Copies the pages that lie aside to the place in the nursery that belongs to `range`, which has `rights` then; `None` if that
-    /// cannot be had.
+    /// Copies the pages that lie aside to the place in the nursery that belongs to `range`, which has `rights` then; `None`
+    /// if that cannot be had.
     fn copy_to_nursery(&mut self, range: Range, aside: u64, rights: c_int) -> Option<u64> {
         let offset = range.start % NURSERY_LEN;
         let at = self.nursery().filter(|_| offset + range.len() <= NURSERY_LEN)? + offset;
@@ -249,7 +251,8 @@ pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
     let mut page = [0u8; PAGE_SIZE];
     'pages: for offset in (0..len).step_by(PAGE_SIZE) {
         let mut tries = 0;
-        // This way of reading does not wait for a page that is out, nor for one of the pool's that the kernel took from here.
+        // This way of reading does not wait for a page that is out, nor for one of the pool's that the kernel took from
+        // here.
         while memory.read_at(&mut page, from + offset) != Ok(PAGE_SIZE) {
             if cold::is_evicted(from + offset) || tries == MOVE_TRIES {
                 return Err(Errno(libc::ENOMEM));

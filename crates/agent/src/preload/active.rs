@@ -1,8 +1,8 @@
 //! Whether the agent follows the calling process: each interposed call asks here first.
 //!
-//! So a child that was forked unseen learns here that it is one, and a thread does here what its signal handler had to leave. Neither
-//! happens in the frame that holds the mapping lock for a fork. And the agent leaves a program here that gives more advice about
-//! its memory than the agent can follow.
+//! So a child that was forked unseen learns here that it is one, and a thread does here what its signal handler had to
+//! leave. Neither happens in the frame that holds the mapping lock for a fork. And the agent leaves a program here that
+//! gives more advice about its memory than the agent can follow.
 
 use super::c_library::me;
 use super::credentials;

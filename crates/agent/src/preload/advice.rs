@@ -1,8 +1,8 @@
 //! madvise(2): discards, merging and attributes are followed.
 //!
-//! Advice that the kernel gives up for a file's pages, or takes otherwise, meets memory that is plain first; a discard of what is
-//! merged puts fresh memory in its place, for the pool's mapping would show its old bytes again. Attributes are noted, so that
-//! what replaces the memory later has them, too.
+//! Advice that the kernel gives up for a file's pages, or takes otherwise, meets memory that is plain first; a discard of
+//! what is merged puts fresh memory in its place, for the pool's mapping would show its old bytes again. Attributes are
+//! noted, so that what replaces the memory later has them, too.
 
 use super::active::active;
 use super::c_library::{me, returned};
@@ -79,9 +79,9 @@ fn discard_merged(
     let mut sealed = false;
     let refused = |_, prot, errno| sealed |= errno == Errno(libc::EPERM) && prot & libc::PROT_WRITE == 0;
     let replaced = Maps::open().and_then(|maps| replace_merged(&maps, reached, None, Some(table), refused));
-    // A thread that cannot see the mappings (a root directory without /proc, no descriptors left) or replace them (sealed by a raw
-    // call, no memory for another mapping) leaves it to the agent. The agent reads the event of the discard, but cannot read the
-    // attributes meanwhile.
+    // A thread that cannot see the mappings (a root directory without /proc, no descriptors left) or replace them (sealed by
+    // a raw call, no memory for another mapping) leaves it to the agent. The agent reads the event of the discard, but
+    // cannot read the attributes meanwhile.
     let seen = match replaced {
         Ok(_) => true,
         Err(errno) if sealed => return Err(errno),
@@ -184,8 +184,8 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
         }
     }
     match result {
-        // KSM may be absent from this kernel (EINVAL); the program's wish stands all the same. So it does where part of the range
-        // is a hole, of which it is told.
+        // KSM may be absent from this kernel (EINVAL); the program's wish stands all the same. So it does where part of the
+        // range is a hole, of which it is told.
         Err(errno) if advice == libc::MADV_MERGEABLE && errno != Errno(libc::ENOMEM) => Ok(()),
         result => result,
     }

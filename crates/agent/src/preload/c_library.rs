@@ -14,7 +14,8 @@ unsafe extern "C" {
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
-// What only the C library has that we know: null elsewhere. A loader ends a program in which a name is missing that is not weak.
+// What only the C library has that we know: null elsewhere. A loader ends a program in which a name is missing that is not
+// weak.
 core::arch::global_asm!(
     ".weak __libc_free",
     ".weak __libc_realloc",

@@ -1,9 +1,10 @@
-//! When the program drops rights, its agent drops them too: users, groups, capabilities, filters and the like belong to a thread, and the
-//! C library passes them on only to threads that it knows. An attacker that takes over a program writes to all its memory, and so to
-//! the stack of the agent's thread as well.
+//! When the program drops rights, its agent drops them too: users, groups, capabilities, filters and the like belong to a
+//! thread, and the C library passes them on only to threads that it knows. An attacker that takes over a program writes to
+//! all its memory, and so to the stack of the agent's thread as well.
 //!
-//! So after each call that may drop something, the agent's thread is compared with the calling one. If the agent's thread has more
-//! rights, it is replaced before the call returns, by a thread that the caller starts and that has the caller's rights.
+//! So after each call that may drop something, the agent's thread is compared with the calling one. If the agent's thread
+//! has more rights, it is replaced before the call returns, by a thread that the caller starts and that has the caller's
+//! rights.
 
 mod calls;
 

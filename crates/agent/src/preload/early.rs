@@ -1,8 +1,9 @@
 //! Memory that is mapped before the agent begins.
 //!
-//! An allocator that is loaded with the program (mimalloc, jemalloc) maps its first memory when the loader, or a constructor, first
-//! allocates; the agent's constructor may come later. The calls come to the functions of this library all the same, so the end of such
-//! memory is seen. What the program says about it meanwhile is asked of the kernel when the agent begins.
+//! An allocator that is loaded with the program (mimalloc, jemalloc) maps its first memory when the loader, or a
+//! constructor, first allocates; the agent's constructor may come later. The calls come to the functions of this library all
+//! the same, so the end of such memory is seen. What the program says about it meanwhile is asked of the kernel when the
+//! agent begins.
 
 use super::c_library::me;
 use super::manageable::{is_manageable, mark};

@@ -1,7 +1,7 @@
 //! Filters that the program is about to install: the agent stays if it can live with one, else it leaves before.
 //!
-//! Our threads have the filter too, so a call of theirs that it forbids may end the process. What cannot be read is taken for a
-//! filter that forbids all.
+//! Our threads have the filter too, so a call of theirs that it forbids may end the process. What cannot be read is taken
+//! for a filter that forbids all.
 
 use super::c_library::me;
 use super::suspend::{Away, is_in_the_way, leave_for_good};
@@ -16,8 +16,8 @@ use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem;
 
-/// The program is about to install the filter at `at`, a `sock_fprog`, for `all` its threads: stays if the agent can live with
-/// it, else leaves. Our thread has it too, by the kernel's hand or since it is replaced.
+/// The program is about to install the filter at `at`, a `sock_fprog`, for `all` its threads: stays if the agent can live
+/// with it, else leaves. Our thread has it too, by the kernel's hand or since it is replaced.
 pub(super) fn meet_filter(at: u64, all: bool) {
     if !is_own_process() {
         return CHILD_FILTERED.store(true, Ordering::Release);

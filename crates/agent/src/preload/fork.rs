@@ -1,8 +1,8 @@
 //! Forks: no page may be frozen when memory is copied.
 //!
-//! So the mapping lock is held over each fork that is seen. Among the handlers of the program's libraries it is taken last and freed first:
-//! a thread that holds one of their locks may wait for it. Evicted pages return before, because a child has no daemon to ask. The
-//! child has its parent's tables, but neither its threads nor its descriptors: its agent starts anew.
+//! So the mapping lock is held over each fork that is seen. Among the handlers of the program's libraries it is taken last
+//! and freed first: a thread that holds one of their locks may wait for it. Evicted pages return before, because a child has
+//! no daemon to ask. The child has its parent's tables, but neither its threads nor its descriptors: its agent starts anew.
 
 use super::active::{ACTIVE, active, begin_child};
 use super::c_library::{fail, me, next};
@@ -26,11 +26,12 @@ type RegisterFn = unsafe extern "C" fn(Handler, Handler, Handler, *const c_void)
 
 static NEXT_REGISTER: AtomicUsize = AtomicUsize::new(0);
 
-/// Registers the fork handlers of this library, once; before those of any library that registers through [`__register_atfork`].
+/// Registers the fork handlers of this library, once; before those of any library that registers through
+/// [`__register_atfork`].
 ///
-/// Handlers that prepare a fork run from the last to the first, the others from the first to the last. So libraries take their locks
-/// before the mapping lock is taken here, and it is freed before they free theirs: a thread that holds such a lock and waits for
-/// the mapping lock gets it. Their handlers may map and discard as ever.
+/// Handlers that prepare a fork run from the last to the first, the others from the first to the last. So libraries take
+/// their locks before the mapping lock is taken here, and it is freed before they free theirs: a thread that holds such a
+/// lock and waits for the mapping lock gets it. Their handlers may map and discard as ever.
 pub(super) fn register_first() -> Option<RegisterFn> {
     static DONE: AtomicBool = AtomicBool::new(false);
     let register = match next(&NEXT_REGISTER, c"__register_atfork".as_ptr(), 0) {
@@ -85,8 +86,8 @@ extern "C" fn child_of_fork() {
 /// Readies memory for being copied, and takes the mapping lock until [`after_fork_parent`].
 ///
 /// # Errors
-/// `ENOMEM`, without the mapping lock, if a limit of memory has no room for what the child must have; not if it is to be done
-/// `ignores_limit`.
+/// `ENOMEM`, without the mapping lock, if a limit of memory has no room for what the child must have; not if it is to be
+/// done `ignores_limit`.
 fn prepare_fork(ignores_limit: bool) -> Result<()> {
     // No page may be in the freeze area when the child's memory is copied.
     let held = SHARED.mapping_lock.lock(me());
@@ -163,7 +164,8 @@ pub unsafe extern "C" fn fork() -> c_int {
         if !may_fork() {
             return -1;
         }
-        // The other handlers, which run before this library's, do the rest: they may wait for a thread that waits for the mapping lock.
+        // The other handlers, which run before this library's, do the rest: they may wait for a thread that waits for the
+        // mapping lock.
         after_fork_parent();
     }
     // SAFETY: the program's own call with its own arguments, as its caller promised.
@@ -268,8 +270,8 @@ pub(super) fn is_fork(number: c_long, a: usize, b: usize) -> bool {
     flags & libc::CLONE_VM as u64 == 0
 }
 
-/// The flags in the arguments of a clone3(2), `size` bytes at `at`; nothing if the kernel will refuse them, or if there is no
-/// agent that a child could miss.
+/// The flags in the arguments of a clone3(2), `size` bytes at `at`; nothing if the kernel will refuse them, or if there is
+/// no agent that a child could miss.
 fn clone_flags(at: usize, size: usize) -> Option<u64> {
     /// The shortest that the kernel takes. Flags come first.
     const SIZE_MIN: usize = 64;

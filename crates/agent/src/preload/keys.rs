@@ -1,5 +1,6 @@
-//! Memory under a protection key: a mapping of ours in its place has none, and is open to threads that may not read it. So it
-//! comes back and is plain before it gets its key, and is left alone as long as it has it, whatever the program says of merging.
+//! Memory under a protection key: a mapping of ours in its place has none, and is open to threads that may not read it. So
+//! it comes back and is plain before it gets its key, and is left alone as long as it has it, whatever the program says of
+//! merging.
 
 use super::active::active;
 use super::c_library::{me, returned};
@@ -32,7 +33,8 @@ pub unsafe extern "C" fn pkey_mprotect(addr: *mut c_void, len: usize, prot: c_in
     returned(result.map(drop))
 }
 
-/// Makes `call`, which gives `range` a key, with the mapping lock held. Where that fails on the way the first pages may have it.
+/// Makes `call`, which gives `range` a key, with the mapping lock held. Where that fails on the way the first pages may have
+/// it.
 fn lock(range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
     call().inspect_err(|errno| {
         if *errno != Errno(libc::EINVAL) {

@@ -1,5 +1,5 @@
-//! Memory that the program locks: it must be in memory, and no fault may wait for the daemon. So evicted pages return and merged ones are
-//! unshared before it is locked, and it is left alone until it is unlocked.
+//! Memory that the program locks: it must be in memory, and no fault may wait for the daemon. So evicted pages return and
+//! merged ones are unshared before it is locked, and it is left alone until it is unlocked.
 
 use super::active::active;
 use super::c_library::{me, returned};
@@ -17,7 +17,8 @@ use core::sync::atomic::Ordering;
 use pagefold_os::raw::Result;
 use pagefold_os::{PAGE_SIZE, Range, syscall};
 
-/// The pages of which the kernel locks all if a part is meant; nothing where it refuses them. It lets the sum of a length wrap.
+/// The pages of which the kernel locks all if a part is meant; nothing where it refuses them. It lets the sum of a length
+/// wrap.
 fn pages_of(addr: *mut c_void, len: usize) -> Option<Range> {
     let within = addr as usize % PAGE_SIZE;
     let len = len.wrapping_add(within).wrapping_add(PAGE_SIZE - 1) / PAGE_SIZE * PAGE_SIZE;

@@ -1,7 +1,8 @@
 //! free(3) and realloc(3): blocks of the C library's allocator that have a mapping of their own.
 //!
-//! Such a block ends by an munmap(2) inside the C library, which nothing interposed shows. Which blocks are of that kind is read
-//! from the word before them, so only if the allocator is the C library's; ours may be called while the next one is looked up.
+//! Such a block ends by an munmap(2) inside the C library, which nothing interposed shows. Which blocks are of that kind is
+//! read from the word before them, so only if the allocator is the C library's; ours may be called while the next one is
+//! looked up.
 
 use super::active::active;
 use super::c_library::{fail, first, glibc, glibc_version, me, next, next_with};
@@ -31,7 +32,8 @@ pub(super) fn next_free() -> usize {
     next_with(&NEXT_FREE, c"free".as_ptr(), LOOKING, glibc().free)
 }
 
-/// The size of `block` if the C library's allocator mapped it for itself: it may be managed, by the program's word if not by ours.
+/// The size of `block` if the C library's allocator mapped it for itself: it may be managed, by the program's word if not by
+/// ours.
 ///
 /// # Safety
 /// `block` is a live block of the C library's allocator.
@@ -121,8 +123,8 @@ pub(super) fn look_at_allocator() {
     }
 }
 
-/// Returns true if the program's blocks are the C library's and end by this `free`. An executable may bring an allocator of its own, which
-/// is found before this library: then the next `free` is the C library's, and is never called.
+/// Returns true if the program's blocks are the C library's and end by this `free`. An executable may bring an allocator of
+/// its own, which is found before this library: then the next `free` is the C library's, and is never called.
 fn sees_blocks() -> bool {
     let function = first(c"free");
     if function == 0 || next_free() != libc_free_of_next() {
@@ -160,8 +162,8 @@ fn same_object(a: usize, b: usize) -> bool {
     base(a).is_some() && base(a) == base(b)
 }
 
-/// Another block of `size` bytes with what the `len` of `block` hold, as for one that cannot grow where it is: that cannot be made one
-/// mapping, for a device may have pages of it, say.
+/// Another block of `size` bytes with what the `len` of `block` hold, as for one that cannot grow where it is: that cannot
+/// be made one mapping, for a device may have pages of it, say.
 ///
 /// # Safety
 /// As realloc(3).

@@ -35,7 +35,8 @@ const ZONE_END: u64 = 0x5000_0000_0000;
 
 pub(super) static ZONE_NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// Where in the zone a block of `len` bytes is to be; nothing if there is no room. What asks for more than that uses up none.
+/// Where in the zone a block of `len` bytes is to be; nothing if there is no room. What asks for more than that uses up
+/// none.
 ///
 /// Side by side, as the kernel has them: many blocks are one mapping then, and a program may have only so many.
 fn place(len: u64) -> Option<u64> {
@@ -53,8 +54,8 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
     let manageable = managed_all() && is_manageable(prot, flags);
     let mark = move |note: &mut Attributes| manageable::mark(note, prot, large);
     if addr.is_null() && large && plain && flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == 0 {
-        // A wish, without MAP_FIXED_NOREPLACE, which sandboxes may not know. Where the kernel has a reason to put it elsewhere, as
-        // it puts small memory, its end is seen if an interposed call makes it.
+        // A wish, without MAP_FIXED_NOREPLACE, which sandboxes may not know. Where the kernel has a reason to put it
+        // elsewhere, as it puts small memory, its end is seen if an interposed call makes it.
         let place = place(len as u64).unwrap_or(0);
         // SAFETY: the program's own call, with a wish.
         let place = unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) }?;

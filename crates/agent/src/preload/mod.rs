@@ -4,10 +4,10 @@
 //! call, with the mapping lock held where mappings end, and notes what the daemon
 //! should know. Nothing allocates; errors are the kernel's own, in `errno`.
 //!
-//! The rooms that follow calls: `mapping`, `advice`, `locks`, `seals`, `keys`, `fork`, `malloc`, `without_agent`, `filters`, `credentials`,
-//! `userfaultfd`, `proc_task`, and `syscall` for those that come as a number. Below them: `active` says whether there is
-//! anything to follow, `early` notes what is mapped before that is known, `suspend` sends the agent away and has it back, `unmerge`
-//! makes memory plain, `pins` tells what is held.
+//! The rooms that follow calls: `mapping`, `advice`, `locks`, `seals`, `keys`, `fork`, `malloc`, `without_agent`, `filters`,
+//! `credentials`, `userfaultfd`, `proc_task`, and `syscall` for those that come as a number. Below them: `active` says
+//! whether there is anything to follow, `early` notes what is mapped before that is known, `suspend` sends the agent away
+//! and has it back, `unmerge` makes memory plain, `pins` tells what is held.
 
 mod active;
 mod advice;
@@ -89,7 +89,8 @@ extern "C" fn begin() {
     }
 }
 
-/// Prepares to follow the program's calls. Returns whether all its memory is to be managed; nothing if no call is to be followed.
+/// Prepares to follow the program's calls. Returns whether all its memory is to be managed; nothing if no call is to be
+/// followed.
 fn prepare() -> Option<bool> {
     // Before there are other threads: what serves during the first lookup is not theirs if another allocator is preloaded.
     next_free();

@@ -5,8 +5,8 @@ use pagefold_os::fd::Fd;
 use pagefold_os::syscall;
 use pagefold_protocol::pinning_devices::may_pin_pages;
 
-/// Returns true if memory is pinned for good, as registered buffers are. Where /proc is out of reach that is unknown, and the kernel could
-/// not copy in place either: memory that is not unshared then has no agent.
+/// Returns true if memory is pinned for good, as registered buffers are. Where /proc is out of reach that is unknown, and
+/// the kernel could not copy in place either: memory that is not unshared then has no agent.
 ///
 /// Newer kernels (7.2) count no registered buffers of io_uring in `VmPin`; each ring says for itself how many it has.
 pub(super) fn are_registered() -> bool {
@@ -39,8 +39,8 @@ pub(super) fn may_be_there() -> bool {
     are_registered() || any_file(file_may_hold)
 }
 
-/// True if `is_such` says so of one of the thread's open files, given the directory of descriptors and the file's name there; or if that
-/// cannot be told.
+/// True if `is_such` says so of one of the thread's open files, given the directory of descriptors and the file's name
+/// there; or if that cannot be told.
 fn any_file(is_such: impl Fn(&Fd, &CStr) -> bool) -> bool {
     const HEAD: usize = 19;
     let Ok(dir) = Fd::open(c"/proc/thread-self/fd", libc::O_RDONLY, 0) else { return false };

@@ -1,5 +1,6 @@
-//! What a program sees of its threads. A program that must have one thread counts the links of `/proc/self/task`, as the processes do in
-//! which Chromium starts its sandboxes, or reads `/proc/self/stat`, as Python does at a fork. The agent's threads are not shown.
+//! What a program sees of its threads. A program that must have one thread counts the links of `/proc/self/task`, as the
+//! processes do in which Chromium starts its sandboxes, or reads `/proc/self/stat`, as Python does at a fork. The agent's
+//! threads are not shown.
 
 use super::active::active;
 use super::c_library::{fail, next, returned};
@@ -15,7 +16,8 @@ use pagefold_os::{memfd, stat, syscall};
 /// Looks again while one of the agent's threads begins or ends.
 const TRIES: u32 = 5;
 
-/// Makes `call`, a stat(2) of `path` below `dir` into `to`, with the links of this process's threads as if there were no agent.
+/// Makes `call`, a stat(2) of `path` below `dir` into `to`, with the links of this process's threads as if there were no
+/// agent.
 ///
 /// # Safety
 /// As fstatat(2).
@@ -86,8 +88,8 @@ static NEXT_FOPEN: AtomicUsize = AtomicUsize::new(0);
 
 type FopenFn = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FILE;
 
-/// fopen(3): `/proc/self/stat`, of which Python (since 3.12) reads at each fork whether there are threads beside, tells of the
-/// program's own.
+/// fopen(3): `/proc/self/stat`, of which Python (since 3.12) reads at each fork whether there are threads beside, tells of
+/// the program's own.
 ///
 /// # Safety
 /// As fopen(3).
@@ -126,8 +128,8 @@ pub unsafe extern "C" fn fopen64(path: *const c_char, mode: *const c_char) -> *m
     unsafe { fopen(path, mode) }
 }
 
-/// Returns true if the program may write a short file: a signal ends a program that exceeds its limit of file size. By a file, because other
-/// calls may be forbidden.
+/// Returns true if the program may write a short file: a signal ends a program that exceeds its limit of file size. By a
+/// file, because other calls may be forbidden.
 fn may_write() -> bool {
     let mut text = [0u8; 512];
     let read = Fd::open(c"/proc/self/limits", libc::O_RDONLY, 0).and_then(|file| file.read(&mut text));
@@ -165,8 +167,8 @@ fn own_stat() -> Option<Fd> {
     Some(file)
 }
 
-/// fstatat(2), under each name that programs were linked with. The next library's is called: it may be one that tells otherwise than
-/// the kernel, as fakeroot's does.
+/// fstatat(2), under each name that programs were linked with. The next library's is called: it may be one that tells
+/// otherwise than the kernel, as fakeroot's does.
 macro_rules! stats {
     ($($(#[$about:meta])* fn $name:ident($($arg:ident: $kind:ty),*) = ($dir:expr, $path:expr, $to:expr, $flags:expr);)*) => {
         #[allow(non_upper_case_globals)]
@@ -191,7 +193,8 @@ macro_rules! stats {
                     // A name of another version of the C library, or nothing is looked up yet.
                     // SAFETY: the program's own call with its own arguments, as its caller promised.
                     0 => returned(unsafe { syscall!(libc::SYS_newfstatat, $dir, $path, $to, $flags) }.map(drop)),
-                    // SAFETY: the linker found a function of this name, which has this type; the arguments are the program's own.
+                    // SAFETY: the linker found a function of this name, which has this type; the arguments are the program's
+                    // own.
                     found => unsafe {
                         core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> c_int>(found)($($arg),*)
                     },

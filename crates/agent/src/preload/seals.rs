@@ -1,5 +1,5 @@
-//! Memory that the program seals: no mapping there is replaced or moved any more, ours neither. So it comes back and is plain
-//! before it is sealed, and is left alone for good.
+//! Memory that the program seals: no mapping there is replaced or moved any more, ours neither. So it comes back and is
+//! plain before it is sealed, and is left alone for good.
 
 use super::active::active;
 use super::c_library::returned;

@@ -1,8 +1,9 @@
 //! Suspends the agent and resumes it.
 //!
-//! One thread at a time: it holds [`AWAY`] from before it asks the agent to leave until the agent is back. It waits for the agent, which
-//! may wait for the mapping lock. So a holder of the mapping lock waits for neither, nor does a signal handler that interrupted such
-//! a holder ([`is_in_the_way`]). A thread that wants an agent meanwhile leaves a note and does not wait.
+//! One thread at a time: it holds [`AWAY`] from before it asks the agent to leave until the agent is back. It waits for the
+//! agent, which may wait for the mapping lock. So a holder of the mapping lock waits for neither, nor does a signal handler
+//! that interrupted such a holder ([`is_in_the_way`]). A thread that wants an agent meanwhile leaves a note and does not
+//! wait.
 
 use super::c_library::me;
 use super::pins;
@@ -17,8 +18,8 @@ use crate::state::{MAY_START, SHARED};
 use core::sync::atomic::{AtomicBool, Ordering};
 use pagefold_os::Range;
 
-/// Held by the thread that suspends the agent, until the agent is back: two threads at a time would each take the other's agent for their
-/// own. It is taken before the mapping lock, never by a holder of that: the agent may be waiting for it.
+/// Held by the thread that suspends the agent, until the agent is back: two threads at a time would each take the other's
+/// agent for their own. It is taken before the mapping lock, never by a holder of that: the agent may be waiting for it.
 pub(super) static AWAY: MappingLock = MappingLock::new();
 
 /// A thread that could not take [`AWAY`] wants an agent to start.
@@ -47,8 +48,8 @@ impl Drop for Away {
     }
 }
 
-/// Returns true inside a signal handler that interrupted a frame holding the mapping lock or [`AWAY`]. Such a handler must not wait for
-/// the agent: the agent may itself be waiting for that lock, and both would deadlock.
+/// Returns true inside a signal handler that interrupted a frame holding the mapping lock or [`AWAY`]. Such a handler must
+/// not wait for the agent: the agent may itself be waiting for that lock, and both would deadlock.
 pub(super) fn is_in_the_way() -> bool {
     SHARED.mapping_lock.is_held_by(me()) || AWAY.is_held_by(me())
 }
@@ -80,9 +81,9 @@ pub(super) fn wanted() {
     SHARED.changed();
 }
 
-/// What an agent unshares that leaves with everything, perhaps for good. Where devices may be reading into memory the frames must stay, so
-/// the kernel makes that memory private in place. After a filter there may be no agent for what is still the pool's, so then it
-/// stays only for registered buffers.
+/// What an agent unshares that leaves with everything, perhaps for good. Where devices may be reading into memory the frames
+/// must stay, so the kernel makes that memory private in place. After a filter there may be no agent for what is still the
+/// pool's, so then it stays only for registered buffers.
 fn all_but_pinned(for_good: bool) -> Range {
     let held = || if for_good { pins::are_registered() } else { pins::may_be_there() };
     if has_merged() && held() { NOTHING } else { EVERYTHING }
@@ -111,8 +112,8 @@ pub(super) fn leave_with_all(final_phase: u32) {
     if SHARED.tables(&held).merged.is_empty() {
         return;
     }
-    // What the agent did not give back. Others may be writing there: then the kernel makes the copies, in mappings that are the
-    // pool's still.
+    // What the agent did not give back. Others may be writing there: then the kernel makes the copies, in mappings that are
+    // the pool's still.
     if unmerge(EVERYTHING).is_ok() && pool_mappings(EVERYTHING, |_, _| true) == Ok(false) {
         SHARED.tables(&held).merged.clear();
     }

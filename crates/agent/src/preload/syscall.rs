@@ -16,8 +16,8 @@ use core::ffi::{c_int, c_long, c_ulong, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::syscall;
 
-/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter that forbids what the agent does makes it leave first, and so
-/// does a process that shall not be dumped.
+/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter that forbids what the agent does makes it leave
+/// first, and so does a process that shall not be dumped.
 ///
 /// # Safety
 /// As prctl(2).
@@ -78,7 +78,8 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
     }
     if is_active {
         match number {
-            // Libraries probe for it with no filter, or with flags that strict mode does not take: nothing is installed then.
+            // Libraries probe for it with no filter, or with flags that strict mode does not take: nothing is installed
+            // then.
             libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_STRICT as usize && b == 0 => leave_for_filter(),
             libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_FILTER as usize && c != 0 => {
                 meet_filter(c as u64, b & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0);

@@ -1,9 +1,9 @@
 //! Makes merged memory private, by a thread of the program.
 //!
-//! There are two ways, with a hazard each. The kernel copies where the program may write (`populate`): no write of another thread is lost,
-//! but the mapping stays the pool's. Bytes are copied to one anonymous mapping (`gather`): a write of another thread meanwhile is
-//! lost, and a device that reads into the page is left with the old one. The caller knows which way is safe, and holds the mapping
-//! lock.
+//! There are two ways, with a hazard each. The kernel copies where the program may write (`populate`): no write of another
+//! thread is lost, but the mapping stays the pool's. Bytes are copied to one anonymous mapping (`gather`): a write of
+//! another thread meanwhile is lost, and a device that reads into the page is left with the old one. The caller knows which
+//! way is safe, and holds the mapping lock.
 
 use super::c_library::me;
 use super::pins;
@@ -19,11 +19,11 @@ use pagefold_os::{PAGE_SIZE, Range, mem};
 
 pub(super) const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
 
-/// Makes every page that is shown from the pool in `range`, and what the agent handed to KSM, the program's own. The mapping lock is
-/// held.
+/// Makes every page that is shown from the pool in `range`, and what the agent handed to KSM, the program's own. The mapping
+/// lock is held.
 ///
-/// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the daemon has such
-/// pages unshared later. Elsewhere only devices can be writing, and the bytes are copied.
+/// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the
+/// daemon has such pages unshared later. Elsewhere only devices can be writing, and the bytes are copied.
 pub(super) fn unmerge(range: Range) -> Result<()> {
     take_back(range, || SHARED.mapping_lock.lock(me()));
     for_each_merged(range, |part, prot| match prot & libc::PROT_WRITE {
@@ -34,8 +34,8 @@ pub(super) fn unmerge(range: Range) -> Result<()> {
     })
 }
 
-/// Makes `range`, if part of it is or was shown from the pool, one anonymous private mapping with the same bytes, rights and attributes, as
-/// it would be without merging: calls that take one mapping only will take it. The mapping lock is held.
+/// Makes `range`, if part of it is or was shown from the pool, one anonymous private mapping with the same bytes, rights and
+/// attributes, as it would be without merging: calls that take one mapping only will take it. The mapping lock is held.
 ///
 /// Calls that need this are about memory to which no other thread may be writing at the same time.
 ///
@@ -120,8 +120,8 @@ fn populate(part: Range) -> Result<()> {
     }
 }
 
-/// As [`gather`]; where `range` is more than one mapping nothing of it is the pool's any more: the kernel may take each by itself
-/// (since Linux 6.17).
+/// As [`gather`]; where `range` is more than one mapping nothing of it is the pool's any more: the kernel may take each by
+/// itself (since Linux 6.17).
 pub(super) fn gather_each(range: Range) -> Result<()> {
     gather(range)?;
     for_each_merged(range, |part, _| gather(part))
@@ -147,8 +147,8 @@ fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Re
     failed.map_or(Ok(()), Err)
 }
 
-/// Makes what is merged in `range` private where no thread can write to it just now, so that a copy loses nothing. The mapping lock is
-/// held.
+/// Makes what is merged in `range` private where no thread can write to it just now, so that a copy loses nothing. The
+/// mapping lock is held.
 ///
 /// # Errors
 /// `refused` if some of it can be written to, which is left as it is; and as [`gather`].

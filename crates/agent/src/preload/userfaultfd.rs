@@ -19,8 +19,8 @@ pub(super) static NEXT_IOCTL: AtomicUsize = AtomicUsize::new(0);
 
 type IoctlFn = unsafe extern "C" fn(c_int, c_ulong, ...) -> c_int;
 
-/// ioctl(2): registrations of userfaultfds are followed. What they are not about is the next library's: it may be one that plays a
-/// device.
+/// ioctl(2): registrations of userfaultfds are followed. What they are not about is the next library's: it may be one that
+/// plays a device.
 ///
 /// # Safety
 /// As ioctl(2).
@@ -81,7 +81,8 @@ fn register(fd: c_int, argument: *mut c_void, call: impl Fn() -> Result<usize>) 
         // All that is watched is let go for a moment, and what is out comes back.
         result = without_thread(libc::EBUSY, range, || {
             let held = SHARED.mapping_lock.lock(me());
-            // Memory to which no thread can write just now may be copied. Otherwise a program that tracks missing pages would be shown a file's.
+            // Memory to which no thread can write just now may be copied. Otherwise a program that tracks missing pages
+            // would be shown a file's.
             gather_unwritable(range, libc::EBUSY).map_err(|_| Errno(libc::EBUSY))?;
             let result = call();
             drop(held);

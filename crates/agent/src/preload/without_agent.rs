@@ -1,7 +1,7 @@
 //! Calls that fail while the agent's thread is there: they are made again without it.
 //!
-//! Merged memory that the call is about is private meanwhile, and evicted pages return, if a limit of memory has room for them. None of
-//! that is done for a holder of the mapping lock: the agent may wait for it.
+//! Merged memory that the call is about is private meanwhile, and evicted pages return, if a limit of memory has room for
+//! them. None of that is done for a holder of the mapping lock: the agent may wait for it.
 
 use super::active::active;
 use super::c_library::{me, returned};
@@ -23,8 +23,8 @@ use pagefold_os::{Range, syscall};
 /// How often a call that our thread stood in the way of is tried again, a millisecond apart, once that is gone.
 const ALONE_TRIES: u32 = 20;
 
-/// The same while the thread is still listed, which has ended and waits for a processor, or where the daemon has yet to close
-/// its copies of a userfaultfd.
+/// The same while the thread is still listed, which has ended and waits for a processor, or where the daemon has yet to
+/// close its copies of a userfaultfd.
 const BUSY_TRIES: u32 = 2000;
 
 /// Makes `call` with the agent's thread gone, which may have been why it fails with `errno`, and what `range` shows from the
@@ -58,8 +58,8 @@ pub(super) fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result
         let held = SHARED.mapping_lock.lock(me());
         cold::before_leaving()?;
         drop(held);
-        // Where the call needs plain memory it is refused only for what is held for good: a device that has a page for a moment
-        // may be reading anywhere.
+        // Where the call needs plain memory it is refused only for what is held for good: a device that has a page for a
+        // moment may be reading anywhere.
         let held = !range.is_empty() && if errno == 0 { pins::may_be_there() } else { pins::are_registered() };
         stop_giving_back(if held { NOTHING } else { range }, 0);
     }
@@ -91,8 +91,8 @@ fn alone(call: impl Fn() -> Result<usize>) -> c_int {
         Err(Errno(libc::EINVAL)) if active() => {
             let result = without_thread(libc::EINVAL, NOTHING, call);
             if result.is_ok() && is_own_process() && SHARED.phase.load(Ordering::Acquire) == 0 {
-                // No thread can be made here any more, as before the first child of a new namespace of processes. The caller is the only thread, so
-                // no other one is writing.
+                // No thread can be made here any more, as before the first child of a new namespace of processes. The caller
+                // is the only thread, so no other one is writing.
                 gather_everything();
             }
             result

@@ -1,7 +1,8 @@
-//! The processor on which the agent's thread runs: that of the daemon's worker while it sends requests, if the program allows it.
+//! The processor on which the agent's thread runs: that of the daemon's worker while it sends requests, if the program
+//! allows it.
 //!
-//! Worker and agent take turns, so they can share a processor. The agent returns to its own set when the connection ends: threads that
-//! it starts inherit the set, and so would its next connection.
+//! Worker and agent take turns, so they can share a processor. The agent returns to its own set when the connection ends:
+//! threads that it starts inherit the set, and so would its next connection.
 
 use crate::state::MAY_FOLLOW;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -70,8 +71,8 @@ fn choose(cpus: &Cpus, home: &Cpus) -> bool {
     chosen
 }
 
-/// The agent's thread, by the kernel's `thread` number, chooses its processor no more when this returns: a filter that is about
-/// to come forbids it. It runs wherever it may from then on.
+/// The agent's thread, by the kernel's `thread` number, chooses its processor no more when this returns: a filter that is
+/// about to come forbids it. It runs wherever it may from then on.
 #[cfg(any(test, feature = "preload"))]
 pub(crate) fn forbid(thread: i32) {
     let chose = MAY_FOLLOW.swap(false, Ordering::SeqCst);

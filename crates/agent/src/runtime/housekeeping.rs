@@ -22,8 +22,8 @@ pub(crate) fn exit_if_alone() {
     }
 }
 
-/// What our threads do now and then, since `looked`: end if they are the last ones, and take back what the program tracked by
-/// a userfaultfd that is closed by now. `probe` is a descriptor of ours. False if it is too early for that.
+/// What our threads do now and then, since `looked`: end if they are the last ones, and take back what the program tracked
+/// by a userfaultfd that is closed by now. `probe` is a descriptor of ours. False if it is too early for that.
 pub(crate) fn housekeep(looked: &mut u64, me: usize, probe: Option<&Uffd>) -> bool {
     let now = sched::monotonic_ns();
     if now - *looked < LOOKS_NS {

@@ -1,8 +1,8 @@
 //! Threads of ours, made by a raw clone(2).
 //!
-//! The C library knows nothing of them: no thread-local storage, so no `errno`; no signal of the program's is ever delivered to
-//! one; and its table of descriptors is its own as soon as it runs. A thread's number is a word that the kernel clears and wakes
-//! when it is gone, a moment before the kernel has closed what it had open. Its stack stays for the next one.
+//! The C library knows nothing of them: no thread-local storage, so no `errno`; no signal of the program's is ever delivered
+//! to one; and its table of descriptors is its own as soon as it runs. A thread's number is a word that the kernel clears
+//! and wakes when it is gone, a moment before the kernel has closed what it had open. Its stack stays for the next one.
 
 use crate::owned_ranges::{self, Owned};
 use core::ffi::CStr;
@@ -173,11 +173,12 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" f
     result
 }
 
-/// What a thread of ours does first; `name` has 15 bytes at most. False if it cannot have a table of descriptors for itself: then it
-/// shares the program's still, and must end.
+/// What a thread of ours does first; `name` has 15 bytes at most. False if it cannot have a table of descriptors for itself:
+/// then it shares the program's still, and must end.
 ///
-/// A copy of the program's table keeps open what the program closes meanwhile, and closes it as the last one does, which FUSE and NFS
-/// answer by a flush that may wait. The kernel makes none of the descriptors from 64 on; the lowest it copies, and closes at once.
+/// A copy of the program's table keeps open what the program closes meanwhile, and closes it as the last one does, which
+/// FUSE and NFS answer by a flush that may wait. The kernel makes none of the descriptors from 64 on; the lowest it copies,
+/// and closes at once.
 #[must_use]
 pub(crate) fn begin_thread(name: &CStr) -> bool {
     // SAFETY: close_range(2) takes no pointer. The table is new, and empty when the call is done, or it fails.

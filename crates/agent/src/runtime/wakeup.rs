@@ -1,9 +1,10 @@
-//! Wakes a thread of the agent that waits for its descriptors. The program's threads have none of these descriptors, and no signal
-//! reaches the agent's threads; but an access to a page that a userfaultfd has registered is an event there.
+//! Wakes a thread of the agent that waits for its descriptors. The program's threads have none of these descriptors, and no
+//! signal reaches the agent's threads; but an access to a page that a userfaultfd has registered is an event there.
 //!
-//! So each thread of the agent has an empty page for this. A thread that wakes it touches the page, and waits until the fault is
-//! answered or the descriptor closed; its signals are handled meanwhile. A page that is present wakes no more. If something else
-//! touched it (a call that touches all memory), the agent's thread finds out what to do at its next housekeeping.
+//! So each thread of the agent has an empty page for this. A thread that wakes it touches the page, and waits until the
+//! fault is answered or the descriptor closed; its signals are handled meanwhile. A page that is present wakes no more. If
+//! something else touched it (a call that touches all memory), the agent's thread finds out what to do at its next
+//! housekeeping.
 
 use crate::limits::NOTHING;
 use crate::owned_ranges::{self, Owned};
@@ -26,8 +27,9 @@ impl Wakeup {
     pub(crate) fn register(&self, uffd: &Uffd) {
         let register = || self.empty_page().and_then(|page| uffd.register(page, uffd::MODE_MISSING));
         if register().is_err() {
-            // A child made by a raw fork may hold the descriptor that was there before, and its registration of the page: a waking thread would
-            // wait for the child. The old page stays mapped for a thread that may be touching it just now.
+            // A child made by a raw fork may hold the descriptor that was there before, and its registration of the page: a
+            // waking thread would wait for the child. The old page stays mapped for a thread that may be touching it just
+            // now.
             owned_ranges::register(self.owned, NOTHING);
             let _ = register();
         }
@@ -60,8 +62,8 @@ impl Wakeup {
 
     /// Wakes the thread where it waits. The mapping lock must not be held.
     ///
-    /// It may not answer before another thread lets go of the mapping lock, or another process does its part. Handlers of signals run
-    /// meanwhile: they do beside an access of a thread's own, not beside one by the kernel.
+    /// It may not answer before another thread lets go of the mapping lock, or another process does its part. Handlers of
+    /// signals run meanwhile: they do beside an access of a thread's own, not beside one by the kernel.
     #[cfg(any(feature = "preload", test))]
     pub(crate) fn wake(&self) {
         let page = owned_ranges::range_of(self.owned);

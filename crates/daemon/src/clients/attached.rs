@@ -29,8 +29,8 @@ pub(crate) enum NotStopped {
 }
 
 impl Attached {
-    /// The process at the other end of `socket`, as the agent that greets says of the entry by which it came: a lie would have the
-    /// daemon write into the liar's own memory. `None` if it loaded its agent when it started.
+    /// The process at the other end of `socket`, as the agent that greets says of the entry by which it came: a lie would
+    /// have the daemon write into the liar's own memory. `None` if it loaded its agent when it started.
     ///
     /// # Errors
     /// [`GreetError::HungUp`] if the process has ended; as getsockopt(2).

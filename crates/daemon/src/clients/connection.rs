@@ -1,9 +1,9 @@
 //! Connections to clients, and closing what they sent.
 //!
-//! The maker of a file decides how long its last close(2) takes: the file may be a socket that lingers, or lie in a file system
-//! that the client itself serves. Closing a descriptor that a client passed would wait for that, and so would closing a
-//! connection on which such a descriptor was not yet received. Workers and the monitor have other clients to serve and must not
-//! wait, so a thread of its own closes.
+//! The maker of a file decides how long its last close(2) takes: the file may be a socket that lingers, or lie in a file
+//! system that the client itself serves. Closing a descriptor that a client passed would wait for that, and so would closing
+//! a connection on which such a descriptor was not yet received. Workers and the monitor have other clients to serve and
+//! must not wait, so a thread of its own closes.
 
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
@@ -95,8 +95,8 @@ pub(crate) mod tests {
         (ours.into(), theirs)
     }
 
-    /// Has a client send `packet` twice, with as many descriptors as a packet takes, each slow to close, and end. `served` gets
-    /// the other end, and must not wait for them.
+    /// Has a client send `packet` twice, with as many descriptors as a packet takes, each slow to close, and end. `served`
+    /// gets the other end, and must not wait for them.
     pub(crate) fn does_not_wait_for_files_that_are_slow_to_close(
         packet: &[u8],
         served: impl FnOnce(Connection) + Send + 'static,

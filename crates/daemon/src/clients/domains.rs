@@ -85,7 +85,8 @@ impl LiveClients {
         })
     }
 
-    /// The domain of `key`, made with its workers if there is none. It is not dropped before the caller calls [`add`](Self::add).
+    /// The domain of `key`, made with its workers if there is none. It is not dropped before the caller calls
+    /// [`add`](Self::add).
     pub(crate) fn join(self: &Arc<LiveClients>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<Wake>)> {
         let mut domains = lock(&self.domains);
         if let Some(live) = domains.get_mut(key) {
@@ -131,7 +132,8 @@ impl LiveClients {
         if live.joining > 0 || !live.domain.clients().is_empty() {
             live.last_busy = Instant::now();
         } else if live.last_busy.elapsed() >= idle
-            // Only this pool accounts for its segments that processes which left still map; they count towards its largest size.
+            // Only this pool accounts for its segments that processes which left still map; they count towards its largest
+            // size.
             && live.domain.pool().stats().orphaned_bytes == 0
             && let Some(live) = domains.remove(key)
         {

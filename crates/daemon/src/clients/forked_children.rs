@@ -1,10 +1,11 @@
-//! Children that attached programs fork: their memory shows the pool, no agent is in them, and one thread answers for all of them.
+//! Children that attached programs fork: their memory shows the pool, no agent is in them, and one thread answers for all of
+//! them.
 //!
-//! The agent of the parent sends each child's userfaultfd before the child runs. The thread keeps it until the child's memory is
-//! gone: it ends with the child, or when the child becomes another program.
+//! The agent of the parent sends each child's userfaultfd before the child runs. The thread keeps it until the child's
+//! memory is gone: it ends with the child, or when the child becomes another program.
 //!
-//! The thread is the keeper's, because what a child has discarded is known nowhere else: a daemon may be killed and replaced while the
-//! child lives. A daemon without a keeper has such a thread of its own.
+//! The thread is the keeper's, because what a child has discarded is known nowhere else: a daemon may be killed and replaced
+//! while the child lives. A daemon without a keeper has such a thread of its own.
 
 use crate::clients::connection::drop_aside;
 use pagefold_os::fd::{self, Fd};
@@ -69,7 +70,8 @@ impl ForkedChildren {
     }
 
     fn run(&self) {
-        // Each child has a descriptor, and so has a child of its that waits to be taken over. Beyond that agents keep theirs.
+        // Each child has a descriptor, and so has a child of its that waits to be taken over. Beyond that agents keep
+        // theirs.
         let most = pagefold_os::fd::limit().unwrap_or(1024) as usize / 2;
         let mut sockets: Vec<Fd> = Vec::new();
         let mut children: Vec<Box<ForkedMemory>> = Vec::new();

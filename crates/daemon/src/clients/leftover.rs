@@ -1,8 +1,9 @@
-//! What the daemon does with a client's leftover: plain memory with twins that the budget of mappings keeps private, and the client's own
-//! copies of pages of files that it maps.
+//! What the daemon does with a client's leftover: plain memory with twins that the budget of mappings keeps private, and the
+//! client's own copies of pages of files that it maps.
 //!
-//! KSM needs no mapping for a page, and merges such copies where they are. So the agent hands such a client's memory to KSM, if KSM
-//! runs: the daemon changes none of KSM's settings. KSM knows no domains, so only clients of an unnamed domain are handed over.
+//! KSM needs no mapping for a page, and merges such copies where they are. So the agent hands such a client's memory to KSM,
+//! if KSM runs: the daemon changes none of KSM's settings. KSM knows no domains, so only clients of an unnamed domain are
+//! handed over.
 
 use crate::config::Leftover;
 use crate::domain_key::{DomainKey, UNNAMED_DOMAIN};

@@ -38,7 +38,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 ///
 /// Long, because a stopped process (SIGSTOP, a debugger) is no enemy; its worker waits, others go on.
 const ANSWER_MS_MAX: u64 = 5_000;
-/// Managed ranges of one client that are asked for: four times as many as an agent notes. Those with the lowest addresses are managed.
+/// Managed ranges of one client that are asked for: four times as many as an agent notes. Those with the lowest addresses
+/// are managed.
 pub(crate) const REGIONS_MAX: usize = 1 << 16;
 /// Highest address that user memory has.
 const ADDRESS_MAX: u64 = 1 << 57;
@@ -221,8 +222,8 @@ impl MergeClient {
         Ok(if answer.status == 0 { Ok(answer.count as usize) } else { Err(pagefold_os::Errno(answer.status)) })
     }
 
-    /// As [`ask_for`](Self::ask_for), a request that replaces mappings. No call of an attached program is followed, so its threads stand
-    /// still meanwhile; `EBUSY` if that is not to be had now.
+    /// As [`ask_for`](Self::ask_for), a request that replaces mappings. No call of an attached program is followed, so its
+    /// threads stand still meanwhile; `EBUSY` if that is not to be had now.
     fn ask_while_stopped(
         &mut self,
         op: Op,
@@ -238,8 +239,8 @@ impl MergeClient {
         }
     }
 
-    /// Reads `runs` of an attached program, whose agent must not wait for a page: it sees no call that takes memory away, and might wait for
-    /// an answer of its own. This way of reading waits for none.
+    /// Reads `runs` of an attached program, whose agent must not wait for a page: it sees no call that takes memory away,
+    /// and might wait for an answer of its own. This way of reading waits for none.
     fn read_attached(memory: &Memory, runs: &[Range], out: &mut [Page], readable: &mut [bool]) {
         let addresses = runs.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE));
         for ((addr, page), readable) in addresses.zip(out).zip(readable) {
@@ -315,8 +316,8 @@ impl MergeClient {
         }
     }
 
-    /// Has the agent hand private mappings of files to KSM, once for each `generation` of the client's memory: of all that is managed,
-    /// only KSM can merge pages that were written there.
+    /// Has the agent hand private mappings of files to KSM, once for each `generation` of the client's memory: of all that
+    /// is managed, only KSM can merge pages that were written there.
     fn hand_file_copies(&mut self, generation: u64) -> Result<(), Gone> {
         let is_due = self.handed.1 != generation && self.handed.0 >= HAND_PERIODS;
         if !self.shared.manages_all || !is_due {
@@ -598,8 +599,8 @@ impl Client for MergeClient {
             batch.iter().enumerate().for_each(|(index, range)| self.shared.channel.put_request(index, *range));
             let count = self.ask_while_stopped(Op::Unshare, batch.len(), 0, &[])?.unwrap_or(0);
             out.extend((0..batch.len()).map(|index| index < count && self.shared.channel.answer::<i32>(index) == 0));
-            // An agent that never rests is what the scheduler preempts first, also while the program waits for it. The program
-            // gets half of the time.
+            // An agent that never rests is what the scheduler preempts first, also while the program waits for it. The
+            // program gets half of the time.
             if pages_of(batch) > UNSHARE_PAGES / 2 {
                 std::thread::sleep(began.elapsed().min(UNSHARE_PAUSE_MAX));
             }
@@ -745,7 +746,8 @@ mod tests {
         }
     }
 
-    /// What the daemon gets of a client that lists every second page, `count` in all; if it `repeats`, each list is the first one.
+    /// What the daemon gets of a client that lists every second page, `count` in all; if it `repeats`, each list is the
+    /// first one.
     fn listed(count: usize, repeats: bool) -> Result<Option<Vec<Range>>, Gone> {
         let (ours, theirs) = sock::pair().expect("a pair");
         let mut client = link(ours.into());

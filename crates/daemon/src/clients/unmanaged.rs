@@ -1,10 +1,10 @@
 //! Memory of clients that is not managed, by reason.
 //!
-//! Which memory is managed, the agent has listed. The rest is what /proc/PID/smaps shows beside it. The reason follows the rules
-//! of the agent's list, as far as the kernel tells of a mapping what they ask.
+//! Which memory is managed, the agent has listed. The rest is what /proc/PID/smaps shows beside it. The reason follows the
+//! rules of the agent's list, as far as the kernel tells of a mapping what they ask.
 //!
-//! A look walks the page tables of a client. So a client is looked at only when a status is asked for, and all looks together
-//! take at most a hundredth of one processor.
+//! A look walks the page tables of a client. So a client is looked at only when a status is asked for, and all looks
+//! together take at most a hundredth of one processor.
 
 use crate::clients::domains::LiveClients;
 use crate::clients::merge_client::{REGIONS_MAX, SharedClient, Unmanaged};
@@ -38,8 +38,8 @@ pub(crate) struct Looks {
 }
 
 impl Looks {
-    /// Looks at the clients, the longest unseen first; too early for that, at those that were never looked at. Returns at once if another
-    /// thread does.
+    /// Looks at the clients, the longest unseen first; too early for that, at those that were never looked at. Returns at
+    /// once if another thread does.
     pub(crate) fn look(&self, clients: &LiveClients) {
         // A process may keep its reader waiting: other requests for the status do without.
         let mut next = match self.next.try_lock() {

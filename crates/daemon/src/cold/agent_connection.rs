@@ -1,7 +1,7 @@
 //! Requests to the agent of a cold client: one at a time, with lists and pages in the channel.
 //!
-//! The channel's content is not trusted: pages are copied before they are stored, and whether a page left the client is read from
-//! the residency map, under its owner lock.
+//! The channel's content is not trusted: pages are copied before they are stored, and whether a page left the client is read
+//! from the residency map, under its owner lock.
 
 use crate::clients::attached::{Attached, NotStopped};
 use crate::clients::connection::Connection;
@@ -139,8 +139,8 @@ impl AgentConnection {
     /// Has the agent take these pages away, if they equal what was copied last. Returns the places of pages that could
     /// not be moved and are worth another attempt.
     ///
-    /// The agent of an attached program sees no call of it. The program's threads stand still meanwhile, so none moves a page that
-    /// is frozen, forks, or is in the middle of a discard.
+    /// The agent of an attached program sees no call of it. The program's threads stand still meanwhile, so none moves a
+    /// page that is frozen, forks, or is in the middle of a discard.
     pub(crate) fn drop_pages(&mut self, entries: &[EvictEntry]) -> Result<Vec<u32>, Gone> {
         entries.iter().enumerate().for_each(|(index, entry)| self.channel.put_request(index, *entry));
         let attached = self.attached.clone();

@@ -60,8 +60,8 @@ impl Group {
         self.over.load(Ordering::Acquire)
     }
 
-    /// True when nothing may be evicted any more. To a thread that holds a client's link this means that the last `unpark` of that
-    /// client is still to come, or done.
+    /// True when nothing may be evicted any more. To a thread that holds a client's link this means that the last `unpark`
+    /// of that client is still to come, or done.
     pub(crate) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::SeqCst)
     }

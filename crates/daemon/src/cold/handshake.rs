@@ -1,7 +1,7 @@
 //! Handshake: a process becomes a client of the cold tier, or turns out to be one that the daemon knows.
 //!
-//! Everything that it hands over is checked before it is used. The keeper holds its descriptors, and its fault thread runs, before
-//! the answer allows its first eviction. A process that cannot be kept or served is refused, and keeps its memory.
+//! Everything that it hands over is checked before it is used. The keeper holds its descriptors, and its fault thread runs,
+//! before the answer allows its first eviction. A process that cannot be kept or served is refused, and keeps its memory.
 
 use super::agent_connection::AgentConnection;
 use super::client::{Client, ClientDescriptors, Identity};

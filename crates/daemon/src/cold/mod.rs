@@ -1,8 +1,9 @@
 //! The cold tier of live clients: the clients, the threads that serve them, and what survives the daemon.
 //!
-//! A `group` is a domain's tier with its clients (a fault thread each, `client`) and its evictor (`evict`); under a park policy one more thread parks idle clients (`idle`). Everything that a
-//! successor needs lies in descriptors that the keeper holds from before the first eviction: the tier's arena and file, and of
-//! each client userfaultfd, residency map and page map. See docs/design/tier.md, section 6.
+//! A `group` is a domain's tier with its clients (a fault thread each, `client`) and its evictor (`evict`); under a park
+//! policy one more thread parks idle clients (`idle`). Everything that a successor needs lies in descriptors that the keeper
+//! holds from before the first eviction: the tier's arena and file, and of each client userfaultfd, residency map and page
+//! map. See docs/design/tier.md, section 6.
 //!
 //! A client comes by `handshake` or, from a dead daemon, by `handover::adopt`. Both leave it with the keeper and start its
 //! thread (`threads`).

@@ -22,15 +22,16 @@ pub(crate) fn park(tiers: &Tiers, selector: &ClientSelector) -> Option<(u64, u64
     processes(&clients).map(|count| (count, pages))
 }
 
-/// Brings everything of these clients back that their limits have room for. A client that is merged live as well leaves the tier if
-/// that is all. Returns as [`park`].
+/// Brings everything of these clients back that their limits have room for. A client that is merged live as well leaves the
+/// tier if that is all. Returns as [`park`].
 pub(crate) fn unpark(tiers: &Tiers, selector: &ClientSelector) -> Option<(u64, u64)> {
     let clients = tiers.clients_of(selector);
     let pages = clients.iter().map(|(group, client)| evict::park::unpark(group, client)).sum();
     processes(&clients).map(|count| (count, pages))
 }
 
-/// How many processes these clients are; `None` if there is none. A process that left and joins again is there twice for a while.
+/// How many processes these clients are; `None` if there is none. A process that left and joins again is there twice for a
+/// while.
 fn processes(clients: &[(Arc<Group>, Arc<Client>)]) -> Option<u64> {
     let pids: HashSet<i32> = clients.iter().map(|(_, client)| client.pid).collect();
     (!pids.is_empty()).then_some(pids.len() as u64)

@@ -63,7 +63,8 @@ pub struct ColdClient {
 }
 
 impl ColdClient {
-    /// The state shown after the client's name, with a blank before it; empty if it is connected and there is nothing to say.
+    /// The state shown after the client's name, with a blank before it; empty if it is connected and there is nothing to
+    /// say.
     pub const fn state_suffix(&self) -> &'static str {
         match (self.connected, self.parked, self.activity) {
             (false, ..) => " (no agent)",

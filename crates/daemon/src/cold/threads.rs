@@ -26,7 +26,8 @@ const LOADING_STACK_BYTES: usize = 256 << 10;
 /// Stack of a thread that stores.
 const STORING_STACK_BYTES: usize = 2 << 20;
 
-/// Starts a thread without which the group still works: pages are evicted later or not at all, or one thread brings them back.
+/// Starts a thread without which the group still works: pages are evicted later or not at all, or one thread brings them
+/// back.
 fn start(name: String, stack_bytes: usize, body: impl FnOnce() + Send + 'static) {
     if let Err(error) = thread::Builder::new().name(name.clone()).stack_size(stack_bytes).spawn(body) {
         eprintln!("pagefold: no thread {name} for the cold tier: {error}");
@@ -112,8 +113,8 @@ fn run_evictor(group: &Group) {
     }
 }
 
-/// Recompresses what stays evicted, and compacts the tier, beside the evictor, which must not wait for that. Retires the group
-/// in the end.
+/// Recompresses what stays evicted, and compacts the tier, beside the evictor, which must not wait for that. Retires the
+/// group in the end.
 fn run_cleaner(group: &Group, groups: &Groups) {
     let mut ticked = Instant::now();
     let mut seen = 0;

@@ -370,7 +370,8 @@ impl Listener {
     }
 }
 
-/// Binds a socket that no process can connect to before its mode is set: it is made in a directory that only this user may enter.
+/// Binds a socket that no process can connect to before its mode is set: it is made in a directory that only this user may
+/// enter.
 fn bind(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
     let told = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     match std::fs::symlink_metadata(path) {
@@ -411,8 +412,8 @@ fn bind(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
     listener.map_err(told)
 }
 
-/// Serves `answer` at `at` (see [`ListenAddress::parse`]) on threads of its own, the first called `name`. `answer` gives `None`
-/// to end a connection without a word. What is returned removes the socket's name, if there is one, when it goes.
+/// Serves `answer` at `at` (see [`ListenAddress::parse`]) on threads of its own, the first called `name`. `answer` gives
+/// `None` to end a connection without a word. What is returned removes the socket's name, if there is one, when it goes.
 ///
 /// # Errors
 /// If the address is none, is not on loopback, or cannot be listened at.
@@ -466,7 +467,8 @@ fn device_and_inode(path: &Path) -> io::Result<(u64, u64)> {
     std::fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()))
 }
 
-/// What is served. When this is dropped the socket's name in the file system is removed, unless it names another socket by then.
+/// What is served. When this is dropped the socket's name in the file system is removed, unless it names another socket by
+/// then.
 pub struct Served {
     /// Where: `http://ADDRESS/` or `unix:PATH`.
     pub at: String,

@@ -1,5 +1,5 @@
-//! The park policy for clients that are merged live. A quiet client lends its memory to the cold tier, and the tier's parker parks
-//! it like any other. A client that works again for a while gets its memory back, and is merged again.
+//! The park policy for clients that are merged live. A quiet client lends its memory to the cold tier, and the tier's parker
+//! parks it like any other. A client that works again for a while gets its memory back, and is merged again.
 
 use crate::cold::idle::parker::monotonic;
 use crate::cold::idle::policy::{Activity, Decision, Idleness, ParkPolicy, Sample};
@@ -75,8 +75,8 @@ fn lent(daemon: &Daemon) -> BTreeMap<i32, Activity> {
     lent.map(|(_, client)| (client.pid, lock(&client.idleness).activity())).collect()
 }
 
-/// The sample of a client that has not lent its memory: the process takes a page fault for each page that it writes or touches
-/// first. `None` if the process has ended.
+/// The sample of a client that has not lent its memory: the process takes a page fault for each page that it writes or
+/// touches first. `None` if the process has ended.
 fn sample(daemon: &Daemon, pid: i32) -> Option<Sample> {
     let cpu_ns = procfs::cpu_ns(pid)?;
     Some(Sample {

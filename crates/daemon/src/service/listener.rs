@@ -110,8 +110,8 @@ fn answer(daemon: &Daemon, socket: Fd) {
     }
 }
 
-/// Does everything that may fail between listening and accepting. Returns the monitor's thread, and what is served beside the
-/// socket.
+/// Does everything that may fail between listening and accepting. Returns the monitor's thread, and what is served beside
+/// the socket.
 fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<ServedName>)> {
     // Clients of a dead daemon wait for their pages; no new client is accepted before they are served again.
     adopt::adopt(&daemon.cold).map_err(|error| with_subject("the keeper", &error))?;
@@ -146,8 +146,8 @@ fn start(daemon: &Arc<Daemon>) -> io::Result<(thread::JoinHandle<()>, Vec<Served
     Ok((monitor, served))
 }
 
-/// Another daemon of this machine may have the address, which the configuration file names for all daemons. A daemon that was
-/// started on behalf of a program goes on without it. So does a daemon that adopted clients: they wait for their pages.
+/// Another daemon of this machine may have the address, which the configuration file names for all daemons. A daemon that
+/// was started on behalf of a program goes on without it. So does a daemon that adopted clients: they wait for their pages.
 fn unless_optional(daemon: &Daemon, served: io::Result<http::Served>) -> io::Result<Option<http::Served>> {
     match served {
         Ok(served) => Ok(Some(served)),

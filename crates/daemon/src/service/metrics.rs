@@ -38,8 +38,8 @@ fn answer(daemon: &Daemon, request: &Request) -> Response {
     Response::ok("application/openmetrics-text; version=1.0.0; charset=utf-8", body)
 }
 
-/// OpenMetrics as the older text format. There families of counters have the name of their samples, and there are neither units
-/// nor an end mark.
+/// OpenMetrics as the older text format. There families of counters have the name of their samples, and there are neither
+/// units nor an end mark.
 fn plain(open: &str) -> String {
     let mut out = String::with_capacity(open.len());
     let mut suffix = "";
@@ -331,7 +331,8 @@ mod tests {
         assert!(text.contains("pagefold_pages_shared{uid=\"1000\",domain=\"a \\\"b\\\"\\\\\\n\"} 7\n"), "{text}");
     }
 
-    /// Two users' domains of one name, and a process that is connected twice: a collector takes no two samples of one series.
+    /// Two users' domains of one name, and a process that is connected twice: a collector takes no two samples of one
+    /// series.
     #[test]
     fn no_series_is_there_twice() {
         let mut status = status();

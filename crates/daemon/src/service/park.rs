@@ -1,8 +1,8 @@
 //! Parking and unparking of clients, those that are merged live included.
 //!
 //! Merged memory stays merged: it costs nothing more. The client's other memory is lent to the cold tier for as long as the
-//! client is parked: its agent becomes a client of the tier as well (see `agent::cold`), and merging leaves that memory alone.
-//! Merging and the tier both watch writes by one bit per page, so they take turns.
+//! client is parked: its agent becomes a client of the tier as well (see `agent::cold`), and merging leaves that memory
+//! alone. Merging and the tier both watch writes by one bit per page, so they take turns.
 
 use crate::cold::park as cold_park;
 use crate::cold::selector::ClientSelector;

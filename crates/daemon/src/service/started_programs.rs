@@ -1,5 +1,5 @@
-//! Programs that were started to be clients, as their environment says, and into which the preloaded agent cannot load: static ones,
-//! and those of musl. The daemon enters them soon after their start, or `status` says why not.
+//! Programs that were started to be clients, as their environment says, and into which the preloaded agent cannot load:
+//! static ones, and those of musl. The daemon enters them soon after their start, or `status` says why not.
 
 use crate::domain_key::UNNAMED_DOMAIN;
 use crate::service::attach::{Manage, TRIES_MAX, attach, is_client};
@@ -86,7 +86,8 @@ fn serve(daemon: &Daemon, pid: i32, program: &mut Program, now: Instant) -> bool
     program.refused < TRIES_MAX
 }
 
-/// What program `pid` asks this daemon for. The environment of a program with other rights than its user's is not the word of that user.
+/// What program `pid` asks this daemon for. The environment of a program with other rights than its user's is not the word
+/// of that user.
 fn wish_of(daemon: &Daemon, pid: i32) -> Option<Wish> {
     let status = procfs::status(pid);
     // SAFETY: returns a number.
@@ -127,8 +128,8 @@ fn has_preloaded_agent(pid: i32) -> bool {
     agent_works(&maps.iter().map(|map| map.name.as_str()).collect::<Vec<_>>())
 }
 
-/// True if a program with mappings of these files has the agent, and glibc: beside another C library the agent stands aside. Files
-/// of musl have no name of their own: where its loader is a link, the file may be called `libc.so`.
+/// True if a program with mappings of these files has the agent, and glibc: beside another C library the agent stands aside.
+/// Files of musl have no name of their own: where its loader is a link, the file may be called `libc.so`.
 fn agent_works(files: &[&str]) -> bool {
     let is_glibc = |file: &&str| {
         let name = file.rsplit('/').next().unwrap_or_default();

@@ -139,8 +139,8 @@ fn look(domain: &Domain, pagemap: &File, own: &File, addr: u64, slot: Slot, byte
     }
 }
 
-/// The ledger of client `id`, in parts that [`Comparer`] look at: all of a large domain's would take as much memory as the rest of
-/// what is kept of it.
+/// The ledger of client `id`, in parts that [`Comparer`] look at: all of a large domain's would take as much memory as the
+/// rest of what is kept of it.
 fn batches(domain: &Domain, id: ClientId) -> impl Iterator<Item = Vec<(ClientId, u64, Slot)>> {
     let (mut from, mut part) = (0, Vec::new().into_iter());
     std::iter::from_fn(move || {

@@ -119,7 +119,8 @@ impl Cache {
         if !image.changed_externally.load(Ordering::Acquire) {
             return Ok(());
         }
-        // Accepted only once the new version is known: if the disk does not tell, requests fail instead of reading stale data.
+        // Accepted only once the new version is known: if the disk does not tell, requests fail instead of reading stale
+        // data.
         let stamp = image.file()?.stamp()?;
         image.changed_externally.store(false, Ordering::Release);
         *known = stamp;

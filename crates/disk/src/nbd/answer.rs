@@ -1,7 +1,7 @@
 //! Answers to requests: plain replies, or chunks, as was agreed.
 //!
-//! A read is one chunk, holes and all: to look for holes, blocks that wait to be written would have to be written first. A client
-//! that wants to leave holes out asks for them.
+//! A read is one chunk, holes and all: to look for holes, blocks that wait to be written would have to be written first. A
+//! client that wants to leave holes out asks for them.
 
 use super::export::Disk;
 use super::handshake::Terms;

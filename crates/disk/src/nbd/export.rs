@@ -29,8 +29,8 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// An error number.
     fn flush(&self) -> Result<(), i32>;
-    /// Where the data or hole ends that begins at `offset`, which lies inside the size, and whether it is a hole. The end may
-    /// lie behind the size.
+    /// Where the data or hole ends that begins at `offset`, which lies inside the size, and whether it is a hole. The end
+    /// may lie behind the size.
     ///
     /// # Errors
     /// An error number.

@@ -129,7 +129,8 @@ pub extern "C" fn forrest_close(handle: *mut FORREST) -> c_int {
         // SAFETY: calls in progress only read the slot; this thread writes it only after the last call ended.
         let forked = unsafe { (*slot.store.get()).as_ref() }.is_some_and(Store::is_forked);
         if forked && calls != 0 {
-            // Threads that were inside a call do not exist in the forked child; their calls never end, so the slot stays taken.
+            // Threads that were inside a call do not exist in the forked child; their calls never end, so the slot stays
+            // taken.
             return Ok(());
         }
         while slot.word.load(Ordering::Acquire) & 0xffff_ffff != 1 {

@@ -28,7 +28,8 @@ impl<'b> Buffer<'b> {
         let room = if buffer.is_null() {
             &mut []
         } else {
-            // SAFETY: `# Safety` requires `capacity` writable bytes; NULL was ruled out, and no object is larger than `isize::MAX`.
+            // SAFETY: `# Safety` requires `capacity` writable bytes; NULL was ruled out, and no object is larger than
+            // `isize::MAX`.
             unsafe { std::slice::from_raw_parts_mut(buffer.cast(), capacity.min(isize::MAX as usize)) }
         };
         Buffer { room, length: 0 }

@@ -171,7 +171,8 @@ fn take_out_avx512(from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize 
             _mm256_srli_epi32::<20>(low),
         );
         let high = _mm256_or_si256(_mm256_slli_epi32::<16>(marks), middle);
-        // SAFETY: `count` is at most BUCKETS_PER_TURN * SLOTS (length asserted above), and each array has eight more elements.
+        // SAFETY: `count` is at most BUCKETS_PER_TURN * SLOTS (length asserted above), and each array has eight more
+        // elements.
         unsafe {
             let put = |to: &mut [u32; Batch::ROOM], what: __m256i| {
                 let packed = _mm256_maskz_compress_epi32(used, what);

@@ -33,8 +33,8 @@ const CREDIT_PER_SHARD: i32 = 1 << 24;
 const CREDIT_MAX: i32 = CREDIT_PER_SHARD * INSERTS_PER_LOOK as i32;
 
 /// The credit earned by as many inserts as there are entries: four and a half passes over all shards, one for each growth
-/// of the table by 25 %. The fill rises from 0.73 to 0.91 between passes, which is 19.6 bytes per entry of 16 on average, and
-/// an entry is copied four and a half times in total. More passes copy more. With fewer passes, more inserts find both
+/// of the table by 25 %. The fill rises from 0.73 to 0.91 between passes, which is 19.6 bytes per entry of 16 on average,
+/// and an entry is copied four and a half times in total. More passes copy more. With fewer passes, more inserts find both
 /// home buckets full, and arrays grow before their turn, out of the order in which memory is reused.
 const CREDIT_PER_OWN_SIZE: i32 = CREDIT_PER_SHARD / 2 * 9;
 
@@ -149,7 +149,8 @@ impl Table {
         })
     }
 
-    /// Returns true if arrays lie in logs. In a small store the partly filled extents, two for each thread, would be most of it.
+    /// Returns true if arrays lie in logs. In a small store the partly filled extents, two for each thread, would be most of
+    /// it.
     fn has_logs(&self) -> bool {
         let extents = 2 * self.arena.threads_max_seen() * SPAN_BYTES as u64;
         self.arena.used_bytes() >= (4 * extents).min(LOGS_FROM_BYTES)

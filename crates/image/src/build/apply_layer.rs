@@ -95,8 +95,8 @@ pub fn apply_archive(
     apply(build, tree, Reader::new(source, limits), false, omissions, progress)
 }
 
-/// Reads a layer of an OCI image over `tree`: names that begin with `.wh.` delete. A layer's digest shows whether it is whole:
-/// it may lack its end mark, and one of no bytes changes nothing, as container engines have it.
+/// Reads a layer of an OCI image over `tree`: names that begin with `.wh.` delete. A layer's digest shows whether it is
+/// whole: it may lack its end mark, and one of no bytes changes nothing, as container engines have it.
 pub(super) fn apply_layer(
     build: &Build,
     tree: &mut Tree,
@@ -282,7 +282,8 @@ impl<R: Read> Apply<'_, '_, R> {
         Ok(FileKind::File(data))
     }
 
-    /// The entry's metadata, with the attributes that an image can carry, and the access control lists that wait for numbers.
+    /// The entry's metadata, with the attributes that an image can carry, and the access control lists that wait for
+    /// numbers.
     fn meta(&mut self, entry: ArchiveEntry) -> (Meta, Option<Acls>) {
         let ArchiveEntry { path, mut meta, kind, acls, .. } = entry;
         if matches!(kind, EntryKind::Symlink(_)) {

@@ -2,9 +2,9 @@
 //!
 //! *The stat cache.* A file with the file system, inode, size, mtime and ctime of the last build has the digest
 //! of the last build: ctime cannot be set back without setting the clock. The exception is a ctime stored in a disk image,
-//! and there the file system's identity changes with each mount ([`pagefold_os::filesystem`]). A file that changed within the last
-//! two seconds before its build is not remembered, because a later change could carry the same times. A write through a
-//! mapping changes no time while the page is dirty: dirty pages are written out before they are read.
+//! and there the file system's identity changes with each mount ([`pagefold_os::filesystem`]). A file that changed within
+//! the last two seconds before its build is not remembered, because a later change could carry the same times. A write
+//! through a mapping changes no time while the page is dirty: dirty pages are written out before they are read.
 
 use super::Build;
 use super::omissions::{Omissions, clean_xattrs};

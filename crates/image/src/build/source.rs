@@ -159,8 +159,8 @@ pub(super) fn stat_and_target(dir: &OwnedFd, name: &OsStr) -> rustix::io::Result
     }
 }
 
-/// Returns true if `name` is on another file system than `device`. A user's own FUSE mount answers other users, root included,
-/// nothing but this, and only if the call asks for nothing else.
+/// Returns true if `name` is on another file system than `device`. A user's own FUSE mount answers other users, root
+/// included, nothing but this, and only if the call asks for nothing else.
 pub(super) fn is_mounted(dir: &OwnedFd, name: &OsStr, device: u64) -> bool {
     rustix::fs::statx(dir, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::empty())
         .is_ok_and(|found| rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor) != device)

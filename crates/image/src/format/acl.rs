@@ -1,4 +1,5 @@
-//! POSIX access control lists: the text that archives have, the attribute that Linux has, and the mode that a list stands for.
+//! POSIX access control lists: the text that archives have, the attribute that Linux has, and the mode that a list stands
+//! for.
 //!
 //! A file with a list shows the list's mask in its mode, in the place of the owning group's permission. Where the list is
 //! lost and the mode stays, the group has more than it was given: [`Acl::narrow_mode`] is the mode that grants no user more.
@@ -161,8 +162,8 @@ impl Acl {
         text
     }
 
-    /// The list with a number for each name. `None` if `names` lacks one, and for a list that Linux would refuse: two entries for
-    /// one user, or no mask.
+    /// The list with a number for each name. `None` if `names` lacks one, and for a list that Linux would refuse: two
+    /// entries for one user, or no mask.
     pub(crate) fn resolved(&self, names: &Names) -> Option<Self> {
         let entry = |entry: &AclEntry| {
             let qualifier = match (&entry.qualifier, entry.tag) {
@@ -192,7 +193,8 @@ impl Acl {
     }
 
     /// The permission bits that give each user at most what the list gives. Where the entry of a named
-    /// user or group is lost, the kernel counts that one to the owning group or to the others. So these get no more than any of them.
+    /// user or group is lost, the kernel counts that one to the owning group or to the others. So these get no more than any
+    /// of them.
     pub(crate) fn narrow_mode(&self) -> u16 {
         let mask = self.permissions(Tag::Mask);
         let named = |tag| if self.0.iter().any(|entry| entry.tag == tag) { self.permissions(tag) & mask } else { 7 };

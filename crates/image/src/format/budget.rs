@@ -8,8 +8,8 @@ use crate::tree::{show, show_start};
 const IMPLIED_FREE: u64 = 65_536;
 /// plus this many for each of its entries.
 const IMPLIED_PER_ENTRY: u64 = 4;
-/// A path of a few bytes may lead by symbolic links through tens of thousands of names: the paths of an archive may take this
-/// many steps,
+/// A path of a few bytes may lead by symbolic links through tens of thousands of names: the paths of an archive may take
+/// this many steps,
 const STEPS_FREE: u64 = 1 << 20;
 /// plus this many for each entry.
 const STEPS_PER_ENTRY: u64 = 64;

@@ -12,8 +12,8 @@
 //! hard link is the object itself: the page cache belongs to its inode, whatever name led there.
 //!
 //! The first mount of an image makes its link farm, and the farm is removed with the image. It holds nothing that the image
-//! and the objects do not hold: where it cannot be made (no hard links, no space), the image is mounted as it is and starts a
-//! little later.
+//! and the objects do not hold: where it cannot be made (no hard links, no space), the image is mounted as it is and starts
+//! a little later.
 
 mod link_limit;
 mod make;
@@ -78,7 +78,8 @@ impl LinkFarm {
         self.metadata().exists() && if directories.next().is_some() { first() } else { has_none() }
     }
 
-    /// Reads the metadata. Returns true if it has the bytes that were written for this image, and there are objects beside it.
+    /// Reads the metadata. Returns true if it has the bytes that were written for this image, and there are objects beside
+    /// it.
     fn is_whole(&self, digest: &Digest) -> io::Result<bool> {
         let mut file = File::open(self.metadata())?;
         let meta = file.metadata()?;
@@ -283,7 +284,8 @@ mod tests {
         }
     }
 
-    /// An image that cannot be read does not tell the objects of its link farm: the note must outlive repairs for other images.
+    /// An image that cannot be read does not tell the objects of its link farm: the note must outlive repairs for other
+    /// images.
     #[test]
     fn the_note_for_a_damaged_image_outlives_other_repairs() {
         let dir = tempfile::tempdir().unwrap();
@@ -440,7 +442,8 @@ mod tests {
         assert_eq!(fs::read_dir(store.path("staging")).unwrap().count(), 0);
     }
 
-    /// A copy of a store, made by a program that does not know links, may have more link farms than an object can have links.
+    /// A copy of a store, made by a program that does not know links, may have more link farms than an object can have
+    /// links.
     #[test]
     fn an_object_at_its_link_limit_keeps_no_build_from_its_end() {
         let dir = tempfile::tempdir().unwrap();

@@ -78,8 +78,8 @@ struct Memory {
 /// How often frames are looked at. The kernel moves pages to make room (compaction), rarely twice.
 const LOOKS: u32 = 8;
 
-/// Looks at all regular files below `dirs`. Links are not followed; a file with several names counts once; other file systems
-/// below a directory are left alone.
+/// Looks at all regular files below `dirs`. Links are not followed; a file with several names counts once; other file
+/// systems below a directory are left alone.
 ///
 /// # Errors
 /// A directory of `dirs` that cannot be read. Single files that cannot be are counted in `unreadable`.

@@ -18,8 +18,9 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-/// Calls `write` to fill the file `path`, which gets its name when it is whole. An export that ends early leaves the file that
-/// had the name, and if it was killed, a file `NAME.….part` beside it. A pipe, device or link at `path` is written to directly.
+/// Calls `write` to fill the file `path`, which gets its name when it is whole. An export that ends early leaves the file
+/// that had the name, and if it was killed, a file `NAME.….part` beside it. A pipe, device or link at `path` is written to
+/// directly.
 ///
 /// # Errors
 /// Those of `write`; the system's.
@@ -54,8 +55,8 @@ pub fn to_file(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Resu
     finished
 }
 
-/// Writes `tree` as one tar archive: the same image always as the same bytes, if the store's file system has holes. Large files
-/// with holes are sparse members.
+/// Writes `tree` as one tar archive: the same image always as the same bytes, if the store's file system has holes. Large
+/// files with holes are sparse members.
 ///
 /// # Errors
 /// A damaged object (the archive is then incomplete), the system's.
@@ -208,8 +209,8 @@ pub fn erofs_full(store: &Store, tree: &Tree, out: &mut impl Write, progress: &P
     out.flush().at_output(OUTPUT)
 }
 
-/// Returns true if `file` is, byte for byte, what [`erofs_full`] writes for `tree`: the tree determines the bytes, so they need no
-/// digest.
+/// Returns true if `file` is, byte for byte, what [`erofs_full`] writes for `tree`: the tree determines the bytes, so they
+/// need no digest.
 pub(crate) fn is_erofs_full(mut file: impl Read, tree: &Tree) -> Result<io::Result<bool>> {
     use sha2::Digest as _;
     let image = erofs::write(tree, erofs::Layout::Full)?;

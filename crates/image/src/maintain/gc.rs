@@ -41,8 +41,8 @@ pub struct Stats {
     pub images: u64,
     /// Metadata images kept: by a name, a mount or a lease.
     pub trees_kept: u64,
-    /// Of those, the ones that are kept because this process cannot see whether they are mounted: by a metadata directory, or
-    /// on a file system that does not report open files.
+    /// Of those, the ones that are kept because this process cannot see whether they are mounted: by a metadata directory,
+    /// or on a file system that does not report open files.
     pub trees_unseen: u64,
     /// Metadata images removed.
     pub trees_removed: u64,
@@ -417,8 +417,8 @@ fn is_dir(file: &fs::DirEntry) -> bool {
 /// The end of the names of directories that are being removed.
 const DOOMED: &str = ".doomed";
 
-/// Removes the files of an image. Its directories are only renamed, each in one step, so that half a directory is never taken
-/// for a whole one; the caller removes what `remains`. Returns true if nothing is left under its own name.
+/// Removes the files of an image. Its directories are only renamed, each in one step, so that half a directory is never
+/// taken for a whole one; the caller removes what `remains`. Returns true if nothing is left under its own name.
 fn remove_image_files(files: &[fs::DirEntry], remains: &mut Vec<PathBuf>, stats: &mut Stats) -> bool {
     let (dirs, files): (Vec<_>, Vec<_>) = files.iter().partition(|file| is_dir(file));
     let doom = |path: PathBuf| -> Result<PathBuf> {

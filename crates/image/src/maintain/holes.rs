@@ -13,8 +13,8 @@ use std::os::unix::fs::MetadataExt;
 /// Smaller objects have no holes: a build writes them at once.
 const MIN_BYTES: u64 = 1 << 20;
 
-/// The parts of an object that are not zeros, in whole pieces of [`HOLE_BYTES`]; `None` if the object takes its full size on disk.
-/// They depend on its bytes alone: the file system's holes only save reading them.
+/// The parts of an object that are not zeros, in whole pieces of [`HOLE_BYTES`]; `None` if the object takes its full size on
+/// disk. They depend on its bytes alone: the file system's holes only save reading them.
 pub(super) fn parts(file: &File) -> io::Result<Option<Vec<Part>>> {
     let meta = file.metadata()?;
     let size = meta.len();

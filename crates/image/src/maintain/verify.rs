@@ -102,7 +102,8 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     Ok(found)
 }
 
-/// Verifies the trees of the images `names`, and what was made of them. Returns the objects that they need, with their sizes.
+/// Verifies the trees of the images `names`, and what was made of them. Returns the objects that they need, with their
+/// sizes.
 fn verify_trees(
     store: &Store,
     lease: &Lease,

@@ -1,7 +1,7 @@
 //! Mounts of images, by the mount tables of all namespaces.
 //!
-//! A mount names its store, domain and image in the mount table: there is no separate record that could go stale. Tables can be
-//! written by other users, so a name in them is a claim: it may keep an image that the store has, and do nothing else.
+//! A mount names its store, domain and image in the mount table: there is no separate record that could go stale. Tables can
+//! be written by other users, so a name in them is a claim: it may keep an image that the store has, and do nothing else.
 
 use crate::digest::Digest;
 use crate::error::{At, Result};

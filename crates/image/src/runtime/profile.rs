@@ -1,9 +1,9 @@
 //! Start profiles: files that a program of an image opened when it started, and the parts of them that it read.
 //!
 //! A program that starts with cold caches waits for the disk a hundred times, for one name or page after the other.
-//! `exec` can record once what it waits for ([`crate::runtime::exec::ExecOptions::learn`]). Later mounts ask for all of that up front,
-//! with several requests in flight, while the program takes its first steps. The kernel reports opened files (fanotify(7),
-//! root only), and mincore(2) which parts of them came into memory.
+//! `exec` can record once what it waits for ([`crate::runtime::exec::ExecOptions::learn`]). Later mounts ask for all of that
+//! up front, with several requests in flight, while the program takes its first steps. The kernel reports opened files
+//! (fanotify(7), root only), and mincore(2) which parts of them came into memory.
 //!
 //! A profile is a hint beside the metadata image (`trees/DIGEST.start`): one that is missing, damaged or of another
 //! version costs the time it would have saved, and nothing else.
@@ -124,8 +124,8 @@ impl Profile {
         written
     }
 
-    /// Makes the kernel read the objects' parts. Returns when all were asked for; or `in_pieces`, so that requests of a starting
-    /// program are served between them, when they have arrived.
+    /// Makes the kernel read the objects' parts. Returns when all were asked for; or `in_pieces`, so that requests of a
+    /// starting program are served between them, when they have arrived.
     pub(crate) fn read_objects(&self, store: &Store, digest: &Digest, in_pieces: bool) {
         let farm = LinkFarm::of(store, digest);
         let open = |entry: &Entry| entry.open(store, &farm);
@@ -142,8 +142,8 @@ impl Profile {
         });
     }
 
-    /// Reads ahead for a command that this process, which must have one thread, becomes. Files that are needed first, or a profile
-    /// that is small, are asked for here; the rest, and the names, by a detached process.
+    /// Reads ahead for a command that this process, which must have one thread, becomes. Files that are needed first, or a
+    /// profile that is small, are asked for here; the rest, and the names, by a detached process.
     pub(crate) fn read_ahead(&self, store: &Store, digest: &Digest) -> Option<ReadAhead> {
         let is_small = self.files.len() <= FIRST && self.bytes() <= FIRST_BYTES;
         // Starting the process takes time in which the disk would rest: it is started first.
@@ -178,8 +178,8 @@ impl Profile {
         Ok(ReadAhead { socket, detaching })
     }
 
-    /// Looks up each name in the mount with the root `tree`, so that names and inodes are in memory. Where the mount's files are
-    /// not the objects, the kernel is asked to read their parts too.
+    /// Looks up each name in the mount with the root `tree`, so that names and inodes are in memory. Where the mount's files
+    /// are not the objects, the kernel is asked to read their parts too.
     pub(crate) fn look_up(&self, tree: &OwnedFd) {
         let own_files = rustix::fs::fstatfs(tree).is_ok_and(|found| found.f_type == EROFS_MAGIC);
         self.each(|entry| {
@@ -281,7 +281,8 @@ pub(crate) struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// Sends the process the mount with the root `tree`, in which it looks up the names; the process is detached from here on.
+    /// Sends the process the mount with the root `tree`, in which it looks up the names; the process is detached from here
+    /// on.
     pub(crate) fn look_up(self, tree: &OwnedFd) {
         let _ = sock::send(&self.socket, &[0], &[tree.as_raw_fd()]);
         let _ = self.detaching.wait();

@@ -1,7 +1,7 @@
 //! Downloads: packed layers on their way into the store. What a pull that ended early has fetched stays for the next one.
 //!
-//! A pull locks the files of its layers before it fetches, in the order of their names, until its image is published. A second
-//! pull with the same layers waits, and then finds most of them known.
+//! A pull locks the files of its layers before it fetches, in the order of their names, until its image is published. A
+//! second pull with the same layers waits, and then finds most of them known.
 
 use super::{Store, entries, make_dir, unless_gone};
 use crate::digest::{Digest, Hashing};

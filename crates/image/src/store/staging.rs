@@ -184,8 +184,8 @@ impl<'a> Staging<'a> {
         Ok(())
     }
 
-    /// Stages an open file under another name of its own. Returns `None` if it cannot be an object: it is small, its owner may
-    /// not read it, a process has it open or has changed it, or it is on another file system.
+    /// Stages an open file under another name of its own. Returns `None` if it cannot be an object: it is small, its owner
+    /// may not read it, a process has it open or has changed it, or it is on another file system.
     pub(crate) fn link_file(&self, file: &mut File, what: &Path, stat: &Stat) -> Result<Option<Data>> {
         let size = stat.st_size as u64;
         // A file that its owner may not read would be taken for a damaged object.

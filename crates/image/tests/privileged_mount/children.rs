@@ -131,7 +131,8 @@ pub fn child_that_collects() {
     println!("COLLECTED {} {} UNSEEN {}", stats.trees_removed, stats.objects_removed, stats.trees_unseen);
 }
 
-/// In a child process: is not dumpable, which hides its /proc files, until a line of input; like ssh agents and login sessions.
+/// In a child process: is not dumpable, which hides its /proc files, until a line of input; like ssh agents and login
+/// sessions.
 #[test]
 pub fn child_that_is_not_dumped() {
     if std::env::var_os("PAGEFOLD_TEST_SHY").is_none() {

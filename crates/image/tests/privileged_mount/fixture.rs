@@ -117,9 +117,9 @@ pub fn sample(dir: &Path) {
     }
 }
 
-/// For each test that makes a mount namespace, runs a command in an image, or checks what is collected or no longer in use: one at a
-/// time. A new namespace copies all mounts, so what another test has unmounted here is still mounted there; and metadata
-/// directories stay while some process sees only a part of its namespace.
+/// For each test that makes a mount namespace, runs a command in an image, or checks what is collected or no longer in use:
+/// one at a time. A new namespace copies all mounts, so what another test has unmounted here is still mounted there; and
+/// metadata directories stay while some process sees only a part of its namespace.
 pub fn alone() -> MutexGuard<'static, ()> {
     static NAMESPACES: Mutex<()> = Mutex::new(());
     NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner)
@@ -174,7 +174,8 @@ pub fn run_in(store: &Path, mode: &str, command: &str) -> String {
     text
 }
 
-/// A plain user's store with the sample as image `user`, a place to mount it, and a copy of this program that the user may run.
+/// A plain user's store with the sample as image `user`, a place to mount it, and a copy of this program that the user may
+/// run.
 pub struct PlainUser {
     pub program: PathBuf,
     pub store: PathBuf,

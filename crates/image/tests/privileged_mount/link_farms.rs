@@ -16,7 +16,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Fills the tree with some hundred files and mounts its image once; returns the record, and the link farm that the mount made.
+/// Fills the tree with some hundred files and mounts its image once; returns the record, and the link farm that the mount
+/// made.
 pub fn with_link_farm(scratch: &Scratch) -> (PathBuf, Store, ImageRecord, PathBuf) {
     let tree = scratch.dir("tree");
     for number in 0..600u32 {

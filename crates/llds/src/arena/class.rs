@@ -9,8 +9,8 @@
 /// Small under `--cfg pagefold_stress`, so that spans fill, empty and move in every run.
 pub const SPAN_BYTES: usize = if cfg!(pagefold_stress) { 64 << 10 } else { 512 << 10 };
 
-/// Bytes of a tile. A split span is cut into tiles, and a slab of tiles holds blocks of one class: in a small arena whole spans
-/// would be mostly empty.
+/// Bytes of a tile. A split span is cut into tiles, and a slab of tiles holds blocks of one class: in a small arena whole
+/// spans would be mostly empty.
 pub const TILE_BYTES: usize = 4096;
 
 /// Tiles of a split span.

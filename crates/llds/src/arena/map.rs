@@ -241,8 +241,8 @@ impl Mapping {
         }
     }
 
-    /// Asks for huge pages in the place of the small ones at `offset..offset+bytes`, where the rest stands on huge pages. Does
-    /// nothing where the kernel has none.
+    /// Asks for huge pages in the place of the small ones at `offset..offset+bytes`, where the rest stands on huge pages.
+    /// Does nothing where the kernel has none.
     pub fn collapse(&self, offset: usize, bytes: usize) {
         if self.is_transparent() {
             let _ = self.advise(offset, bytes, libc::MADV_HUGEPAGE);

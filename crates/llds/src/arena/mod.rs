@@ -137,7 +137,8 @@ struct Inner {
     sentinel: Arc<ForkSentinel>,
     /// Numbers of the records taken through this handle.
     registered: Mutex<Vec<u16>>,
-    /// Extents freed through this handle with pages that are not given back yet: since when, first span, spans. Oldest first.
+    /// Extents freed through this handle with pages that are not given back yet: since when, first span, spans. Oldest
+    /// first.
     deferred: Mutex<VecDeque<(Instant, usize, usize)>>,
     /// The span from which on free pages are looked for next.
     next_trim: AtomicUsize,

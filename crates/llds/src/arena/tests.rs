@@ -463,7 +463,8 @@ fn spare_records_have_pages() {
     }
     let taken: Vec<_> = (0..6).map(|_| arena.inner.register().unwrap()).collect();
     assert_eq!(taken, [1, 2, 3, 4, 5, 6]);
-    // Pages exist for those six records and the spare ones; the first four got theirs at creation, and pages are not records.
+    // Pages exist for those six records and the spare ones; the first four got theirs at creation, and pages are not
+    // records.
     assert!(used() >= created + 5 * thread_record::record_bytes(6) as u64, "{created} bytes became {}", used());
 }
 
@@ -1305,8 +1306,8 @@ fn blocks_stay_whole_while_threads_take_units_from_each_other() {
     arena.alloc(&thread, 6 * SPAN_BYTES).unwrap();
 }
 
-/// A process dies at each store while it splits a span, allocates and frees slabs, makes the span whole again, and takes units
-/// back from others; nothing is lost but the one block that its intent does not name any more.
+/// A process dies at each store while it splits a span, allocates and frees slabs, makes the span whole again, and takes
+/// units back from others; nothing is lost but the one block that its intent does not name any more.
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn a_death_among_runs_loses_at_most_one_block() {

@@ -25,8 +25,8 @@ pub const HAZARDS: usize = 8;
 /// Retired blocks between two collections.
 pub(super) const COLLECT_EVERY: u64 = 64;
 
-/// Retired blocks of a record while records up to `high` were taken. All hazards of those records cannot fill it, so a retire
-/// always finds a free entry.
+/// Retired blocks of a record while records up to `high` were taken. All hazards of those records cannot fill it, so a
+/// retire always finds a free entry.
 pub(super) const fn retired_max(high: usize) -> usize {
     // By steps of a page, so that the records seldom need further ones.
     high.next_multiple_of(64) * HAZARDS + 2 * COLLECT_EVERY as usize
@@ -61,8 +61,8 @@ pub struct ThreadRecord {
     pub(super) owned_bytes: AtomicU64,
     _pad: u64,
     pub(super) hazards: [AtomicU64; HAZARDS],
-    /// Unit (span or slab) owned per class, plus one; 0 is none. Another thread may have taken it back since: the unit's `meta`
-    /// word is the truth.
+    /// Unit (span or slab) owned per class, plus one; 0 is none. Another thread may have taken it back since: the unit's
+    /// `meta` word is the truth.
     pub(super) owned_spans: [AtomicU32; CLASS_COUNT],
     /// Bitmap word per class at which the last block was found.
     pub(super) cursors: [AtomicU32; CLASS_COUNT],

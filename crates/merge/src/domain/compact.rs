@@ -3,10 +3,11 @@
 //! A segment keeps all its memory while any slot of it is shared. So a segment of mostly dead slots is *retired*: its slots
 //! get no more sharers. Each client gets its pages of it back as plain memory, in its own period; two periods later they
 //! are candidates, find their twins, and share slots of the segment that is being filled. With its last sharer the
-//! segment goes. A client with pages that cannot be moved (they may be pinned) ends the attempt, and the segment stays in use.
+//! segment goes. A client with pages that cannot be moved (they may be pinned) ends the attempt, and the segment stays in
+//! use.
 //!
-//! Segments of an earlier daemon that could not be [inherited](super::inherit) are emptied in the same way, a window of slots
-//! at a time: their sharers can then share with others again, and the books know them.
+//! Segments of an earlier daemon that could not be [inherited](super::inherit) are emptied in the same way, a window of
+//! slots at a time: their sharers can then share with others again, and the books know them.
 
 use super::watch_stage::within;
 use super::{Domain, IndexEntry, Member, Work};
@@ -142,8 +143,8 @@ impl Domain {
         self.notify_owners(&notices);
     }
 
-    /// Has the index lead to `slot` for pages that equal `page`, its content. Returns what the owner of a candidate with that
-    /// content is to be told.
+    /// Has the index lead to `slot` for pages that equal `page`, its content. Returns what the owner of a candidate with
+    /// that content is to be told.
     pub(super) fn offer(&self, slot: Slot, page: &Page) -> Option<(IndexEntry, Option<Slot>)> {
         self.offer_as(self.key.fingerprint(page), slot)
     }

@@ -181,8 +181,8 @@ impl Domain {
                         remap::look_up_again(work, Range::pages_from(addr, 1));
                     }
                 }
-                // The index tells contents apart by some thirty bits. A page of another content than the slot's would be frozen
-                // and compared in vain for ever: it stays as it is until it is written.
+                // The index tells contents apart by some thirty bits. A page of another content than the slot's would be
+                // frozen and compared in vain for ever: it stays as it is until it is written.
                 Some(IndexEntry::Slot(slot)) if failed && self.shows_another(slot, &pages[index]) => {}
                 Some(IndexEntry::Slot(slot)) => targets.push((addr, Some(slot))),
                 Some(entry) => twins.push(Twin { addr, index, fingerprint, entry, mine }),
@@ -195,8 +195,8 @@ impl Domain {
         targets.sort_unstable_by_key(|(addr, _)| *addr);
         let runs = plan::runs(targets);
         self.count(|c| &c.index_ns, sched::monotonic_ns() - hashed);
-        // A long run that reaches the end of the batch will go on by prediction, if the slots after it exist: those that this
-        // very batch published have none behind them yet.
+        // A long run that reaches the end of the batch will go on by prediction, if the slots after it exist: those that
+        // this very batch published have none behind them yet.
         let last = ranges.last().map(|range| range.end);
         let follows = |run: &PageRun| {
             let next = run.target_at(run.range.pages()).filter(|_| run.range.pages() >= FOLLOWED_MIN);
@@ -321,7 +321,8 @@ pub(super) struct Twin {
     pub(super) mine: u64,
 }
 
-/// The twins whose pages no other process maps. The others are refused, and tried again as pages that did not let themselves be frozen.
+/// The twins whose pages no other process maps. The others are refused, and tried again as pages that did not let themselves
+/// be frozen.
 fn without_forked(work: &mut Work, mut twins: Vec<Twin>) -> Vec<Twin> {
     let (mut parts, mut alone) = (Vec::new(), Vec::with_capacity(twins.len()));
     twins.iter().for_each(|twin| ranges::append(&mut parts, Range::pages_from(twin.addr, 1)));

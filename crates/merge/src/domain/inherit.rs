@@ -1,9 +1,9 @@
 //! Mappings of the pool that this domain did not make: what a client shows when it comes.
 //!
 //! A forked child shows its parent's slots. A program that outlived its daemon, or its domain, shows slots of an earlier
-//! pool. The kernel's tables are the record of that, so nothing has to be saved: each mapping names its file and the place in it,
-//! the page table tells pages that were written since from the others. The file is opened again, [checked](Pool::inherit) and
-//! its slots are fingerprinted, once; from then on they are slots like all others.
+//! pool. The kernel's tables are the record of that, so nothing has to be saved: each mapping names its file and the place
+//! in it, the page table tells pages that were written since from the others. The file is opened again,
+//! [checked](Pool::inherit) and its slots are fingerprinted, once; from then on they are slots like all others.
 //!
 //! [`Pool::inherit`]: pagefold_pool::Pool::inherit
 

@@ -263,7 +263,8 @@ impl Domain {
         self.unreserve(piece, merged);
         let failed = piece.range.start + u64::from(merged) * PAGE;
         for addr in (failed..piece.range.end).step_by(PAGE_SIZE) {
-            // The look before the freeze found zeros there. What was written since is protected by now, and no look will tell of it.
+            // The look before the freeze found zeros there. What was written since is protected by now, and no look will
+            // tell of it.
             if work.table.state(addr) == PageState::Unknown {
                 work.table.set(addr, PageState::Armed { silent: 0, backoff: 0, fresh: false });
             }

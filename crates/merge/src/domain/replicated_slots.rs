@@ -1,8 +1,8 @@
 //! One page very often: where neighbours have one content, a run of equal slots stands for it.
 //!
-//! Neighbours that show one slot are a mapping each, so the budget of mappings would decide how many of them are merged. A run
-//! of equal slots ([`copies`](crate::Config::copies)) is one mapping for as many neighbours. Which of the slots a page shows is a
-//! matter of its address: so runs join, whenever they were found.
+//! Neighbours that show one slot are a mapping each, so the budget of mappings would decide how many of them are merged. A
+//! run of equal slots ([`copies`](crate::Config::copies)) is one mapping for as many neighbours. Which of the slots a page
+//! shows is a matter of its address: so runs join, whenever they were found.
 
 use super::{Domain, IndexEntry, Work, read, write};
 use crate::plan::TargetSlot;

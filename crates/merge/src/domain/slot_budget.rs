@@ -1,8 +1,8 @@
 //! Which twins are worth a slot: those that both sides have mappings left for.
 //!
-//! A slot takes memory immediately, and saves some only once pages are mapped from it. Where either side has used up its budget of
-//! mappings for runs as short as these, no page would be: a program with many scattered duplicates would keep its memory, and
-//! the pool would hold a copy of it. Pages that are left out are tried again like other pages without room.
+//! A slot takes memory immediately, and saves some only once pages are mapped from it. Where either side has used up its
+//! budget of mappings for runs as short as these, no page would be: a program with many scattered duplicates would keep its
+//! memory, and the pool would hold a copy of it. Pages that are left out are tried again like other pages without room.
 
 use super::index_stage::Twin;
 use super::{Domain, EDGES, Work, read, remap};

@@ -1,9 +1,9 @@
 //! Slots to which the index does not lead.
 //!
-//! The index has one entry for a content. Two slots may have that content: both came from an earlier daemon, or a run of equal slots took
-//! the place of one. The index leads to one of them, and the other is remembered here while pages show it. It gets the entry when
-//! the segment of the first is retired or released. Without that, a new page with the content would find nothing, although a
-//! slot has it.
+//! The index has one entry for a content. Two slots may have that content: both came from an earlier daemon, or a run of
+//! equal slots took the place of one. The index leads to one of them, and the other is remembered here while pages show it.
+//! It gets the entry when the segment of the first is retired or released. Without that, a new page with the content would
+//! find nothing, although a slot has it.
 
 use super::{Domain, IndexEntry};
 use pagefold_os::sync::lock;
@@ -57,7 +57,8 @@ impl Domain {
         lock(&self.unlisted).0.contains_key(&fingerprint)
     }
 
-    /// After the retirement of a segment: has the index lead to remembered slots where it led to those that get no more sharers.
+    /// After the retirement of a segment: has the index lead to remembered slots where it led to those that get no more
+    /// sharers.
     pub(super) fn list_instead_of_retired(&self) {
         let remembered: Vec<(Fingerprint, Vec<Slot>)> = {
             let unlisted = lock(&self.unlisted);

@@ -30,8 +30,8 @@ const HEAL_REST_PERIODS: u64 = 16;
 const SKIPPED_LOOKS_MAX: u32 = 15;
 /// Pages of one client that are managed at most (512 GiB); the rest is left alone.
 const PAGES_MAX: u64 = 1 << 27;
-/// Bytes of records about the chunks of one client that need no room to be looked for (half a GiB of addresses): no more than
-/// what else is kept of it.
+/// Bytes of records about the chunks of one client that need no room to be looked for (half a GiB of addresses): no more
+/// than what else is kept of it.
 const RECORDS_SMALL: u64 = 64 << 10;
 /// User memory ends here.
 const ADDRESS_MAX: u64 = 1 << 56;
@@ -62,7 +62,8 @@ impl Domain {
         Ok(())
     }
 
-    /// Tells the client whether pages were left out. Runs that are found now come first: another system may take their pages.
+    /// Tells the client whether pages were left out. Runs that are found now come first: another system may take their
+    /// pages.
     fn settle_leftover(&self, work: &mut Work) -> Result<(), Gone> {
         let is_due = |since: &mut u64| {
             self.indexing.load(Ordering::Acquire) == 0 || work.period - *since >= super::SHORT_WAIT_PERIODS
@@ -99,8 +100,8 @@ impl Domain {
         note_healed_unknown(work, has_all);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
         let has_all = has_all && !self.may_inherit_later(work);
-        // All plain memory, not only ranges that are new to the table: where the program mapped or discarded, unwatched memory
-        // may lie at addresses that the table knows.
+        // All plain memory, not only ranges that are new to the table: where the program mapped or discarded, unwatched
+        // memory may lie at addresses that the table knows.
         let plain: Vec<Range> = ranges.iter().flat_map(|range| without(*range, &mappings)).collect();
         work.client.watch(&plain)?;
         *lock(&member.managed) = Managed { ranges, generation: Some(generation) };
@@ -623,7 +624,8 @@ fn end_period(work: &mut Work) -> bool {
     aged
 }
 
-/// Takes up the pages that were healed before the table had them. Those that it does not have now are none of ours if it `has_all`.
+/// Takes up the pages that were healed before the table had them. Those that it does not have now are none of ours if it
+/// `has_all`.
 fn note_healed_unknown(work: &mut Work, has_all: bool) {
     for range in std::mem::take(&mut work.healed_unknown) {
         for addr in (range.start..range.end).step_by(PAGE_SIZE) {

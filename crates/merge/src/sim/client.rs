@@ -328,8 +328,8 @@ fn is_huge(memory: &Memory, pieces: &[Piece]) -> bool {
     pages_of(span).all(|addr| memory.entries.get(&addr).is_some_and(able))
 }
 
-/// Freeze, compare, map: the agent's steps, each with the program's other threads in between. Returns false if that was to be
-/// done with a huge page as a `whole`, and something is not equal: then it is as it was.
+/// Freeze, compare, map: the agent's steps, each with the program's other threads in between. Returns false if that was to
+/// be done with a huge page as a `whole`, and something is not equal: then it is as it was.
 fn remap_span(
     memory: &mut Memory,
     shared: &Arc<Shared>,

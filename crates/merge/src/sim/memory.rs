@@ -554,9 +554,9 @@ impl Process {
 
     /// The pages that the owner of `pool` can merge, zero pages apart, with their contents, and whether each is.
     ///
-    /// Left out: pages that the program excluded, that a fork shared and that were not written since, that are pinned, in swap or
-    /// part of a huge page, or show slots of an earlier daemon; the kernel or the policy leaves those alone. Of pages with a
-    /// hidden write is unknown.
+    /// Left out: pages that the program excluded, that a fork shared and that were not written since, that are pinned, in
+    /// swap or part of a huge page, or show slots of an earlier daemon; the kernel or the policy leaves those alone. Of
+    /// pages with a hidden write is unknown.
     pub fn mergeable(&self, pool: &Pool) -> Vec<(u64, Content, bool)> {
         let memory = self.lock();
         let pages = memory.entries.iter().filter_map(|(addr, entry)| {

@@ -1,7 +1,7 @@
 //! Events of the client's userfaultfd that change the map, and pages that are lost.
 //!
-//! A page that has lost its content is poisoned: an access raises SIGBUS, and never reads other bytes. The agent poisons what is
-//! evicted once neither daemon nor keeper can be reached; the daemon does so when it finds that the tier is gone.
+//! A page that has lost its content is poisoned: an access raises SIGBUS, and never reads other bytes. The agent poisons
+//! what is evicted once neither daemon nor keeper can be reached; the daemon does so when it finds that the tier is gone.
 
 use super::{DISCARDED, EVICTED, FROZEN, RESIDENT, ResidencyMap};
 use core::sync::atomic::Ordering;
@@ -94,8 +94,8 @@ pub fn apply_event(map: &ResidencyMap, event: Event) -> bool {
     true
 }
 
-/// Poisons in a forked child the pages that its parent lacks. Everything else returns to the kernel when the child's descriptor
-/// closes; until then the child's faults wait.
+/// Poisons in a forked child the pages that its parent lacks. Everything else returns to the kernel when the child's
+/// descriptor closes; until then the child's faults wait.
 fn poison_in_child(child: &Uffd, map: &ResidencyMap) {
     for state in [EVICTED, FROZEN] {
         map.for_each_run(0, u64::MAX >> 1, state, |start, end| {

@@ -31,8 +31,8 @@ impl Head {
         (end == again && start < range.end && range.end < 1 << 47).then_some((range, end & DISCARD_DONE != 0))
     }
 
-    /// Agent: a call of the program discards `range` from now on, or has done so; none does if `range` is empty. Returns what
-    /// was set before, for the call that a signal handler interrupts.
+    /// Agent: a call of the program discards `range` from now on, or has done so; none does if `range` is empty. Returns
+    /// what was set before, for the call that a signal handler interrupts.
     pub fn set_discarding(&self, range: Range, is_done: bool) -> (Range, bool) {
         let start = self.discard_start.load(Ordering::SeqCst);
         let mut end = self.discard_end.load(Ordering::SeqCst);

@@ -1,12 +1,12 @@
 //! Where each page of a cold client is: resident, or evicted to the tier. Agent, daemon and keeper share it.
 //!
-//! A sealed memory file: a head, and for each 2 MiB chunk of addresses in use a key and 512 bytes, one per page. The map says
-//! *where* a page is, the tier knows *what* it holds. The map lives as long as its file, whatever happens to agent or daemon.
-//! Behind it the daemon writes what the client touched first when it last woke (`wakings`).
+//! A sealed memory file: a head, and for each 2 MiB chunk of addresses in use a key and 512 bytes, one per page. The map
+//! says *where* a page is, the tier knows *what* it holds. The map lives as long as its file, whatever happens to agent or
+//! daemon. Behind it the daemon writes what the client touched first when it last woke (`wakings`).
 //!
 //! **The owner lock.** A thread that changes a state, or reads events of the client's userfaultfd, holds the owner lock: one
-//! word in the head, which names the holder or is free. So no event is served while the agent has pages frozen, and no page is
-//! frozen between the moment an event is read and the moment its effect is in the map. The daemon only tries to lock: a
+//! word in the head, which names the holder or is free. So no event is served while the agent has pages frozen, and no page
+//! is frozen between the moment an event is read and the moment its effect is in the map. The daemon only tries to lock: a
 //! client may hold the word for ever, and then only that client's faults wait. The agent waits. A successor takes the lock
 //! over from a dead daemon.
 //!
@@ -74,8 +74,8 @@ pub struct Head {
     pub token: AtomicU64,
     /// Id of the arena to which pages were evicted.
     pub arena: AtomicU64,
-    /// Raised by each daemon that takes the client over, and by an agent that goes on without a daemon: operations that began
-    /// in an earlier epoch do not finish.
+    /// Raised by each daemon that takes the client over, and by an agent that goes on without a daemon: operations that
+    /// began in an earlier epoch do not finish.
     pub epoch: AtomicU32,
     /// The owner lock.
     pub owner: AtomicU32,
@@ -235,9 +235,9 @@ impl ResidencyMap {
         self.find(addr).or_else(|| self.insert(key, Self::probe(key).position(|index| self.is_free(index))?))
     }
 
-    /// Adds the chunks of `range`. Where the map is crowded they replace chunks of which no page is evicted or frozen. For the
-    /// agent only, with the owner lock, while no other holder of that lock iterates over the map. Calls `f` with the index
-    /// of each; false if the map is full, or `f` returns false.
+    /// Adds the chunks of `range`. Where the map is crowded they replace chunks of which no page is evicted or frozen. For
+    /// the agent only, with the owner lock, while no other holder of that lock iterates over the map. Calls `f` with the
+    /// index of each; false if the map is full, or `f` returns false.
     pub fn add_range(&self, range: Range, f: impl Fn(usize) -> bool) -> bool {
         let chunks = || range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES);
         let is_wanted = |index: usize| chunks().contains(&self.keys()[index].load(Ordering::Relaxed).wrapping_sub(1));

@@ -1,7 +1,7 @@
 //! What a client touched first at its last wakings: the daemon writes it down here, so that the next one knows it too.
 //!
-//! Runs of pages, each with a number, in the order in which they were touched. They lie behind the map, in a part of the file that older
-//! agents do not make. Like the map this can be written by the client: any word is a run or none.
+//! Runs of pages, each with a number, in the order in which they were touched. They lie behind the map, in a part of the
+//! file that older agents do not make. Like the map this can be written by the client: any word is a run or none.
 
 use super::FILE_BYTES;
 use core::ops::Range;
@@ -27,7 +27,8 @@ impl WakingRuns {
     /// The part that is mapped at `base`.
     ///
     /// # Safety
-    /// [`WAKINGS_BYTES`] bytes of a file that cannot shrink are mapped there, readable and writable, as long as the value is used.
+    /// [`WAKINGS_BYTES`] bytes of a file that cannot shrink are mapped there, readable and writable, as long as the value is
+    /// used.
     pub const unsafe fn at(base: u64) -> WakingRuns {
         WakingRuns { base }
     }

@@ -1,10 +1,10 @@
 //! Removes packs of a fleet's store that no image needs, while other hosts push.
 //!
-//! A push relies on a pack only if it has seen the pack's index, and it has written a lease before it looked. So a collection
-//! removes the index of each pack that no manifest names, and then lists the leases: later pushes do not see these packs. It
-//! waits until those leases have ended, reads the manifests again, and removes the packs that still none names. An index
-//! does not come back, and no two packs have one name. So collections on several hosts need not know of each other, and one
-//! that is killed leaves packs without an index for the next.
+//! A push relies on a pack only if it has seen the pack's index, and it has written a lease before it looked. So a
+//! collection removes the index of each pack that no manifest names, and then lists the leases: later pushes do not see
+//! these packs. It waits until those leases have ended, reads the manifests again, and removes the packs that still none
+//! names. An index does not come back, and no two packs have one name. So collections on several hosts need not know of each
+//! other, and one that is killed leaves packs without an index for the next.
 
 use super::bucket::{Access, Bucket, Listed};
 use super::lease::{self, unique};
@@ -66,7 +66,8 @@ type Needed = HashMap<Digest, HashSet<(u32, u32)>>;
 /// Removes packs that no image needs.
 ///
 /// # Errors
-/// A manifest that cannot be read: what it needs is unknown, and nothing is removed. A store that fails or refuses the login.
+/// A manifest that cannot be read: what it needs is unknown, and nothing is removed. A store that fails or refuses the
+/// login.
 pub async fn collect(server: &Server, backend: &Backend, wanted: &Wanted) -> Result<()> {
     let access = if wanted.dry_run { Access::Read } else { Access::Write };
     let bucket = Bucket::open(backend, access, server.plain_http, server.timeout)?;

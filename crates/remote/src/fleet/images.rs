@@ -38,7 +38,8 @@ pub async fn list(server: &Server, backend: &Backend) -> Result<()> {
 /// Takes the images `names`, each NAME[:TAG], away from a store. What only they need goes with the next collection.
 ///
 /// # Errors
-/// A name that is none, or that the store does not have: then nothing is taken away. No connection; a login that may not remove.
+/// A name that is none, or that the store does not have: then nothing is taken away. No connection; a login that may not
+/// remove.
 pub async fn take_away(server: &Server, backend: &Backend, names: &[String]) -> Result<()> {
     let parse = |name: &String| -> Result<Address> {
         let address = if name.contains('/') {

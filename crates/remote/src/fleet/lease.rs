@@ -1,8 +1,8 @@
 //! Leases: a push tells collections on all hosts that it is in progress.
 //!
 //! A lease is a file of the store. The push writes it before it looks which packs there are, again each minute, and removes
-//! it at its end. A push that failed or died leaves a lease that nothing writes again; collections take it for dead after ten minutes.
-//! Both times are of the store's clock, so hosts need not agree on the time.
+//! it at its end. A push that failed or died leaves a lease that nothing writes again; collections take it for dead after
+//! ten minutes. Both times are of the store's clock, so hosts need not agree on the time.
 
 use super::bucket::{Bucket, Listed};
 use crate::error::{Error, Result};
@@ -79,8 +79,8 @@ impl<'a> Lease<'a> {
         Ok(Self { runtime, bucket, path, renewal })
     }
 
-    /// Removes the lease: the push has ended. A push that fails leaves its lease to die, because a server may still do what a
-    /// lost request has asked for.
+    /// Removes the lease: the push has ended. A push that fails leaves its lease to die, because a server may still do what
+    /// a lost request has asked for.
     pub fn end(self) {
         self.renewal.abort();
         let _ = self.runtime.block_on(self.bucket.remove(&self.path));

@@ -70,8 +70,8 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<Pack>> {
     Ok(list_all(bucket).await?.into_iter().filter_map(whole).collect())
 }
 
-/// Calls `each` for all pieces in `packs`. Returns how many bytes of indexes came. An index that is damaged or gone counts as
-/// empty: its pieces are uploaded again.
+/// Calls `each` for all pieces in `packs`. Returns how many bytes of indexes came. An index that is damaged or gone counts
+/// as empty: its pieces are uploaded again.
 ///
 /// # Errors
 /// No connection; an index of another format.

@@ -1,7 +1,7 @@
 //! Images of a fleet's store into the store: only objects that the store lacks, each compared with its digest.
 //!
-//! What is damaged or withheld is looked for in other packs. If none has it, all other objects stay in the store for the next
-//! pull.
+//! What is damaged or withheld is looked for in other packs. If none has it, all other objects stay in the store for the
+//! next pull.
 
 use super::bucket::{Access, Bucket};
 use super::packs::{self, pack_path};
@@ -139,8 +139,8 @@ fn read_tree(manifest: &Manifest, wanted: &Wanted) -> Result<Tree> {
     Ok(tree)
 }
 
-/// Refuses what no build writes: attributes that would lead overlayfs to files of other images, objects so small that they are
-/// none, and an object with two sizes.
+/// Refuses what no build writes: attributes that would lead overlayfs to files of other images, objects so small that they
+/// are none, and an object with two sizes.
 fn refuse_foreign(tree: &mut Tree) -> Result<()> {
     let mut sizes = HashMap::new();
     for id in 0..tree.inode_count() as u32 {
@@ -387,8 +387,8 @@ impl<F: FnMut(u32) -> Result<Vec<u8>>> Read for Pieces<F> {
     }
 }
 
-/// Fetches the `bad` objects piece by piece from whichever pack has them, and takes those that are whole from the list. Returns
-/// how many bytes came.
+/// Fetches the `bad` objects piece by piece from whichever pack has them, and takes those that are whole from the list.
+/// Returns how many bytes came.
 fn from_other_packs(
     runtime: &Runtime,
     bucket: &Bucket,

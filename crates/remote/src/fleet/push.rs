@@ -88,8 +88,8 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
     say(&text)
 }
 
-/// Fails if a pack of a manifest that was written is not there: a collection has taken this push for dead, and ended its work
-/// at the same moment.
+/// Fails if a pack of a manifest that was written is not there: a collection has taken this push for dead, and ended its
+/// work at the same moment.
 async fn check_packs(bucket: &Bucket, manifest: &Manifest, address: &Address) -> Result<()> {
     let there = packs::list_all(bucket).await?;
     let is_there = |pack: &&Digest| there.get(*pack).is_some_and(|files| files.pack.is_some());

@@ -194,7 +194,8 @@ pub fn frames(path: &Path) -> Vec<u64> {
     const PAGE: u64 = 4096;
     let file = File::open(path).unwrap();
     let size = file.metadata().unwrap().len() as usize;
-    // SAFETY: a new read-only mapping at an address of the kernel's choice replaces no other one; no test cuts the file short.
+    // SAFETY: a new read-only mapping at an address of the kernel's choice replaces no other one; no test cuts the file
+    // short.
     let start = unsafe {
         rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ, MapFlags::SHARED | MapFlags::POPULATE, &file, 0)
     };

@@ -125,8 +125,8 @@ impl Tier {
 }
 
 impl Moves {
-    /// Replaces the content of a page word by `made`; the caller's reference passes to the page. Remembers `made` if other pages
-    /// have the old content too.
+    /// Replaces the content of a page word by `made`; the caller's reference passes to the page. Remembers `made` if other
+    /// pages have the old content too.
     pub(super) fn replace(&mut self, tier: &Tier, entry: ReferencedWord, made: usize) {
         let refs = tier.arena.word(entry.at + 2).load(Ordering::Relaxed) & REFS_MASK;
         if refs > 2 && !self.0.contains_key(&entry.at) {

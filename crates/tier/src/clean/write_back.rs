@@ -43,8 +43,8 @@ impl Tier {
         self.count_written(cleaner, result).0
     }
 
-    /// Writes back what was not used for [`Config::write_back_ticks`](crate::Config::write_back_ticks), a twentieth of the limit
-    /// at a time.
+    /// Writes back what was not used for [`Config::write_back_ticks`](crate::Config::write_back_ticks), a twentieth of the
+    /// limit at a time.
     pub(super) fn write_back_aged(&self, cleaner: &mut CleanerState) -> u64 {
         let (tick, age_min) = (self.tick.load(Ordering::Relaxed), self.config.write_back_ticks.min(AGE_MAX / 2));
         // A walk over all pages each eighth of the age.

@@ -8,7 +8,8 @@ use thiserror::Error;
 pub const REGION_BYTES_MAX: usize = 256 << 30;
 /// Most regions of a process at the same time.
 pub const REGIONS_MAX: usize = 64;
-/// Most pages that a fault loads, if the program accesses them in ascending order; half as many without a [`Prefetcher`](super::Prefetcher).
+/// Most pages that a fault loads, if the program accesses them in ascending order; half as many without a
+/// [`Prefetcher`](super::Prefetcher).
 pub const FAULT_PAGES_MAX: usize = 32;
 
 /// Why a region could not be created.

@@ -119,8 +119,8 @@ impl PageAges {
         }
     }
 
-    /// The pages of `range`, which are resident, are evicted in the next turn unless they are written before. The caller must
-    /// not name absent pages: a program may call all of its addresses cold, and each chunk named here takes memory.
+    /// The pages of `range`, which are resident, are evicted in the next turn unless they are written before. The caller
+    /// must not name absent pages: a program may call all of its addresses cold, and each chunk named here takes memory.
     pub(crate) fn make_old(&mut self, range: Range) {
         for addr in pages_of(range) {
             let (chunk, at) = place_of(addr);
@@ -133,8 +133,8 @@ impl PageAges {
     /// Records that `pages` came back at the moment `now`.
     ///
     /// Each is younger than it looks, and gets a strike. While memory is `short` everything comes back some time: then only
-    /// a page that came back much sooner than most gets a strike, and the others lose half of theirs. Page tables do not tell
-    /// of reads, so this is all that is known of pages that are read again and again.
+    /// a page that came back much sooner than most gets a strike, and the others lose half of theirs. Page tables do not
+    /// tell of reads, so this is all that is known of pages that are read again and again.
     pub(crate) fn record_refaults(&mut self, pages: Vec<u64>, now: u16, short: bool) {
         let (mut sum, mut count) = (0.0, 0u32);
         for page in pages {

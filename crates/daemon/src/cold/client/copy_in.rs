@@ -1,7 +1,7 @@
 //! Pages come in: copied to the client, then *resident* in its table, then their entries are discarded.
 //!
-//! The caller holds `service` and the owner lock; a thread that loads beside the client's own takes both after loading. A page that
-//! cannot be loaded is poisoned, never replaced.
+//! The caller holds `service` and the owner lock; a thread that loads beside the client's own takes both after loading. A
+//! page that cannot be loaded is poisoned, never replaced.
 
 use super::{Client, PAGE, Served};
 use pagefold_os::{Errno, Page, Range};
@@ -22,8 +22,8 @@ pub(crate) fn is_passing(error: &LoadError) -> bool {
 }
 
 impl Client {
-    /// Brings back the evicted ones of `pages`, at most [`super::CLUSTER_PAGES`], beside the client's own thread. A page that cannot be
-    /// brought back now is left to its own fault.
+    /// Brings back the evicted ones of `pages`, at most [`super::CLUSTER_PAGES`], beside the client's own thread. A page
+    /// that cannot be brought back now is left to its own fault.
     pub(crate) fn bring_ahead(&self, tier: &Tier, pages: std::ops::Range<u64>, buffer: &mut [Page]) {
         let leaving = self.leaving.load(Ordering::SeqCst);
         // Loading needs no lock: what is true at the end counts.
@@ -34,7 +34,8 @@ impl Client {
         let loaded: Vec<bool> = pages.iter().zip(&mut *buffer).map(load).collect();
         let _service = self.take_service();
         if self.take_owner_lock(200) {
-            // A page that came and went again meanwhile has another content. Checked under the owner lock: no page is evicted until that is free.
+            // A page that came and went again meanwhile has another content. Checked under the owner lock: no page is
+            // evicted until that is free.
             if self.leaving.load(Ordering::SeqCst) == leaving {
                 self.copy_loaded(tier, &pages, &loaded, buffer);
             }
@@ -42,8 +43,8 @@ impl Client {
         }
     }
 
-    /// Copies those of `pages` to the client that were loaded into the same places of `buffer` and are still out; true if all came.
-    /// The caller holds `service` and the owner lock.
+    /// Copies those of `pages` to the client that were loaded into the same places of `buffer` and are still out; true if
+    /// all came. The caller holds `service` and the owner lock.
     pub(crate) fn copy_loaded(&self, tier: &Tier, pages: &[u64], loaded: &[bool], buffer: &[Page]) -> bool {
         let ready = |at: usize| loaded[at] && self.table.state(pages[at] * PAGE) == EVICTED;
         let mut all = true;
@@ -108,7 +109,8 @@ impl Client {
         self.counters.pages_returned.fetch_add(end - start, Ordering::Relaxed);
     }
 
-    /// A page cannot be brought back: a thread that touches it gets SIGBUS, never other bytes. If only memory is short, it waits.
+    /// A page cannot be brought back: a thread that touches it gets SIGBUS, never other bytes. If only memory is short, it
+    /// waits.
     pub(crate) fn lose(&self, tier: &Tier, addr: u64, error: &LoadError) -> Served {
         if is_passing(error) {
             return self.wait_for_memory();

@@ -1,7 +1,7 @@
 //! What the kernel tells of a client's memory: faults, which are kept to be served, and what takes pages away.
 //!
-//! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that the agent did not see (`fork`). All of that is
-//! obeyed before any fault of the same batch is served.
+//! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that the agent did not see (`fork`). All of
+//! that is obeyed before any fault of the same batch is served.
 
 use super::{Client, LOST_MAX, PAGE, Pending, Served, Service};
 use pagefold_os::uffd::{self, Event};
@@ -97,14 +97,14 @@ impl Client {
         }
     }
 
-    /// What is out of `from` is awaited at `to`. Each step is one that may have been done before: a successor does all of them
-    /// again, and finds what is awaited in the tier.
+    /// What is out of `from` is awaited at `to`. Each step is one that may have been done before: a successor does all of
+    /// them again, and finds what is awaited in the tier.
     fn take_along(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
         let new = |addr: u64| to + (addr - from.start);
         self.table.head().begin_move(from, to, true);
-        // The page was being evicted when mremap(2) moved it, so the agent does not know its new address and drops its copy. The new
-        // address must never read zeros. A page that the agent had put back has moved along and is intact. An agent freezes no more
-        // pages than this at a time, whatever its residency map claims.
+        // The page was being evicted when mremap(2) moved it, so the agent does not know its new address and drops its copy.
+        // The new address must never read zeros. A page that the agent had put back has moved along and is intact. An agent
+        // freezes no more pages than this at a time, whatever its residency map claims.
         let mut most = FETCH_PAGES_MAX;
         self.table.for_each_run(from.start, from.end, FROZEN, |start, end| {
             for addr in (start..end).step_by(PAGE_SIZE).take(most) {
@@ -157,8 +157,8 @@ impl Client {
         }
     }
 
-    /// Brings in moved pages, beside the client's own thread; false if some must wait for long. Until they are in, absent pages there
-    /// must not read zeros.
+    /// Brings in moved pages, beside the client's own thread; false if some must wait for long. Until they are in, absent
+    /// pages there must not read zeros.
     pub(crate) fn bring_all_moved(&self, tier: &Tier) -> bool {
         for _ in 0..MOVED_TRIES {
             let mut service = self.take_service();

@@ -1,7 +1,7 @@
 //! A fault is answered: by zeros where nothing ever was, else by the page that is out, and by its neighbours.
 //!
-//! The faulting thread gets its page first. Neighbours follow as far as the pattern of faults goes, half of a large window by the
-//! prefetcher. While the program walks through them the thread loads the pages that follow (`ReadAhead`).
+//! The faulting thread gets its page first. Neighbours follow as far as the pattern of faults goes, half of a large window
+//! by the prefetcher. While the program walks through them the thread loads the pages that follow (`ReadAhead`).
 
 use super::{CLUSTER_PAGES, Client, PAGE, Pending, Served, Service};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range, fd};
@@ -16,7 +16,8 @@ const FOLLOWING_PAGES: usize = 4;
 /// Pages read ahead before the thread looks for new faults.
 const READ_AHEAD_AT_ONCE: usize = 8;
 
-/// Pages that the fault thread has loaded from the tier before their faults, while the program walks through the last window.
+/// Pages that the fault thread has loaded from the tier before their faults, while the program walks through the last
+/// window.
 ///
 /// Loading needs no lock. When a page is used, the thread checks that no page was evicted since and that this one still is.
 #[derive(Default)]
@@ -120,8 +121,8 @@ impl Client {
 
     /// How many of `want` pages may come back now, within the memory limits; they count as used.
     ///
-    /// A thread that pauses evictions until its pages are back would wait for itself, so it gets all of them. The agent reads from the
-    /// residency map how much memory is left.
+    /// A thread that pauses evictions until its pages are back would wait for itself, so it gets all of them. The agent
+    /// reads from the residency map how much memory is left.
     pub(crate) fn reserve_pages(&self, want: u64) -> u64 {
         let reserved = self.limits.reserve_pages(want);
         let head = self.table.head();

@@ -1,11 +1,11 @@
-//! Children of forks that their agent did not see, and their children: they get their copies of evicted pages before they can miss
-//! them.
+//! Children of forks that their agent did not see, and their children: they get their copies of evicted pages before they
+//! can miss them.
 //!
 //! A child's descriptor is closed when it has them, which makes its memory the kernel's own and wakes it. It runs meanwhile:
 //! what it discards, moves and forks waits to be read here, and until it is the kernel takes nothing in.
 //!
-//! The parent's residency map tells which pages are evicted, and does not change meanwhile. Of a child only the places are kept where
-//! its memory differs from its parent's.
+//! The parent's residency map tells which pages are evicted, and does not change meanwhile. Of a child only the places are
+//! kept where its memory differs from its parent's.
 
 use super::copy_in::is_passing;
 use super::{Client, LOST_MAX, PAGE, Service};
@@ -96,8 +96,8 @@ impl MovedParts {
 }
 
 struct Child<'a> {
-    /// Before `uffd`: closing the last descriptor waits for every thread that holds the child's memory, and the keeper, which serves
-    /// all clients, must not be the one to wait.
+    /// Before `uffd`: closing the last descriptor waits for every thread that holds the child's memory, and the keeper,
+    /// which serves all clients, must not be the one to wait.
     kept: Kept<'a>,
     uffd: Uffd,
     moved: MovedParts,
@@ -235,7 +235,8 @@ impl Client {
         });
         // Those that the parent still waits for after an mremap(2) are out as well, and nothing at their new place says so.
         moving.iter().for_each(|(to, from)| give(*to, *from));
-        // Pages that the agent has frozen may differ from what is stored, and it is not known yet: SIGBUS, also if the parent gets them back.
+        // Pages that the agent has frozen may differ from what is stored, and it is not known yet: SIGBUS, also if the
+        // parent gets them back.
         let mut most = FETCH_PAGES_MAX as u64;
         self.table.for_each_run(0, u64::MAX >> 1, FROZEN, |start, end| {
             let end = end.min(start + most * PAGE);

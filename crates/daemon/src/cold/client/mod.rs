@@ -97,8 +97,8 @@ impl Service {
         !self.moving.is_empty()
     }
 
-    /// Addresses of the pages of `range` that must not be stored: their entry is still that of a page that moved away, or they are
-    /// awaited.
+    /// Addresses of the pages of `range` that must not be stored: their entry is still that of a page that moved away, or
+    /// they are awaited.
     pub(crate) fn moving_in(&self, range: Range) -> HashSet<u64> {
         let entries = self.moving.values().copied().filter(|from| (range.start..range.end).contains(from));
         entries.chain(self.moving.range(range.start..range.end).map(|(to, _)| *to)).collect()

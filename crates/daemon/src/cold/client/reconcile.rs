@@ -16,8 +16,8 @@ const VOID_NS: u64 = 100_000_000;
 impl Client {
     /// Makes books and world agree after another daemon's death or an agent's new greeting: what that one began is void.
     ///
-    /// Entries of pages that are not evicted are discarded. Pages that are marked evicted and are present become resident. Every thread
-    /// that waits for an event that died with its reader faults again.
+    /// Entries of pages that are not evicted are discarded. Pages that are marked evicted and are present become resident.
+    /// Every thread that waits for an event that died with its reader faults again.
     pub(crate) fn reconcile(&self, tier: &Tier) -> bool {
         let mut service = lock(&self.service);
         // A dead daemon may have held it. An agent that holds it will give it back soon.
@@ -75,8 +75,8 @@ impl Client {
         is_done
     }
 
-    /// Pages that were copied in, but not yet called resident, by a daemon that died. Those of which the kernel does not tell are found
-    /// when they are brought: a copy does not replace what is there.
+    /// Pages that were copied in, but not yet called resident, by a daemon that died. Those of which the kernel does not
+    /// tell are found when they are brought: a copy does not replace what is there.
     fn find_present(&self, tier: &Tier) {
         let query = pagemap::Query {
             // Not what is in swap: marks without a page count as that.

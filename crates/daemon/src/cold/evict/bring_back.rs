@@ -39,8 +39,8 @@ fn batch_len(pages: &[u64]) -> usize {
         .count()
 }
 
-/// Brings these pages back in their order, as far as they are out and the client's limit has room for them. The caller holds the
-/// client's link.
+/// Brings these pages back in their order, as far as they are out and the client's limit has room for them. The caller holds
+/// the client's link.
 pub(crate) fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
     let mut rest = pages;
     bring_batches(group, client, || {

@@ -1,8 +1,9 @@
-//! Copied batches are stored a few pages at a time, in order: by workers that live as long as an eviction, and by the thread that
-//! talks to the agent, whenever the agent has nothing left to do.
+//! Copied batches are stored a few pages at a time, in order: by workers that live as long as an eviction, and by the thread
+//! that talks to the agent, whenever the agent has nothing left to do.
 //!
-//! A free thread takes the next pages, so no thread waits for another that shares its processor with other work. The agent and the
-//! thread that talks to it never work at the same moment: with a worker for each other processor every processor has one thread.
+//! A free thread takes the next pages, so no thread waits for another that shares its processor with other work. The agent
+//! and the thread that talks to it never work at the same moment: with a worker for each other processor every processor has
+//! one thread.
 
 use super::batch::Copied;
 use crate::cold::idle::waking::Wakings;

@@ -31,8 +31,8 @@ pub(crate) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
     })
 }
 
-/// Begins a parking that is done part by part with [`park_part`]: returns ranges with some thousand resident pages each. `None`
-/// if no agent answers, or the daemon stops.
+/// Begins a parking that is done part by part with [`park_part`]: returns ranges with some thousand resident pages each.
+/// `None` if no agent answers, or the daemon stops.
 pub(crate) fn parts(group: &Group, client: &Arc<Client>) -> Option<Vec<Vec<Run>>> {
     with_agent(group, client, |link| {
         let regions = begin(group, client, link)?;
@@ -64,8 +64,8 @@ pub(crate) fn end_parts(group: &Group, client: &Client) {
     });
 }
 
-/// Does `act` with the agent of a client, unless the daemon stops or the client is suspended. The connection is given up if the
-/// agent does not answer.
+/// Does `act` with the agent of a client, unless the daemon stops or the client is suspended. The connection is given up if
+/// the agent does not answer.
 fn with_agent<T>(
     group: &Group,
     client: &Client,
@@ -120,7 +120,8 @@ impl Parts {
     }
 }
 
-/// Brings back what a client that has just woken is likely to touch, as far as there is room for it, unless the daemon stops.
+/// Brings back what a client that has just woken is likely to touch, as far as there is room for it, unless the daemon
+/// stops.
 pub(crate) fn bring_ahead(group: &Group, client: &Client) {
     // Nothing goes out meanwhile.
     let held = lock(&client.link);

@@ -40,7 +40,8 @@ pub(crate) fn resident() -> pagemap::Query {
     }
 }
 
-/// Resident pages of some ranges. They are found as they are asked for: the eviction of the first need not wait for the last.
+/// Resident pages of some ranges. They are found as they are asked for: the eviction of the first need not wait for the
+/// last.
 struct Found<'a> {
     client: &'a Client,
     parts: std::vec::IntoIter<Run>,

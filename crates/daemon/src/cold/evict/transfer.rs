@@ -1,8 +1,8 @@
 //! The transfer of pages to the tier: copied, stored, dropped.
 //!
-//! Each batch takes three steps: the agent copies its pages, the tier stores the copies, and the agent drops the pages that still
-//! equal their copies. Several batches are on their way, each in its own part of the channel: while some are stored the agent drops
-//! earlier ones and copies later ones.
+//! Each batch takes three steps: the agent copies its pages, the tier stores the copies, and the agent drops the pages that
+//! still equal their copies. Several batches are on their way, each in its own part of the channel: while some are stored
+//! the agent drops earlier ones and copies later ones.
 
 use super::batch::{Copied, Run};
 use super::compress_workers::{CompressWorkers, Target};
@@ -88,8 +88,8 @@ struct Transfer<'a> {
     pages_left: u64,
 }
 
-/// Evicts runs, by LZ4, or with the effort `crowded` where the tier is nearly full; returns how many pages were evicted. Ends early
-/// when the tier takes no more.
+/// Evicts runs, by LZ4, or with the effort `crowded` where the tier is nearly full; returns how many pages were evicted.
+/// Ends early when the tier takes no more.
 pub(crate) fn put_all(
     client: &Client,
     link: &mut AgentConnection,
@@ -198,12 +198,13 @@ impl Transfer<'_> {
         Ok(copied.map(|(((addr, around), _), place)| Copied { page: addr / PAGE, place, around }).collect())
     }
 
-    /// The parts of `runs` that may be evicted now: resident, without an entry that is being discarded, and without a page that
-    /// moved from or to there and is not brought in yet. Those are left out page by page, since their return may need the memory
-    /// that the rest frees.
+    /// The parts of `runs` that may be evicted now: resident, without an entry that is being discarded, and without a page
+    /// that moved from or to there and is not brought in yet. Those are left out page by page, since their return may need
+    /// the memory that the rest frees.
     fn resident(&self, runs: &[Run]) -> Vec<Run> {
         let mut wanted: Vec<Run> = Vec::with_capacity(runs.len());
-        // Held to the end: a thread that brings a page back marks it resident first, and discards its entry before it unlocks this.
+        // Held to the end: a thread that brings a page back marks it resident first, and discards its entry before it
+        // unlocks this.
         let service = lock(&self.client.service);
         let (start, end) = (runs.iter().map(|(run, _)| run.start).min(), runs.iter().map(|(run, _)| run.end).max());
         let moving = service.moving_in(Range { start: start.unwrap_or(0), end: end.unwrap_or(0) });
@@ -311,8 +312,8 @@ mod tests {
         assert_eq!(Batches::of(std::iter::empty()).count(), 0);
     }
 
-    /// A page that mremap(2) takes elsewhere after the agent let go of it, and before we look, is needed where it is now; one
-    /// that came back meanwhile is not.
+    /// A page that mremap(2) takes elsewhere after the agent let go of it, and before we look, is needed where it is now;
+    /// one that came back meanwhile is not.
     #[test]
     fn a_page_that_is_moved_while_it_is_evicted_is_kept() {
         use crate::cold::client::tests;
@@ -378,7 +379,8 @@ mod tests {
         assert!(transfer.resident(&[]).is_empty());
     }
 
-    /// A page has just come back, and its entry is not discarded yet: if it were stored now, that discard would hit the new entry.
+    /// A page has just come back, and its entry is not discarded yet: if it were stored now, that discard would hit the new
+    /// entry.
     #[test]
     fn a_page_that_comes_back_is_stored_when_its_entry_is_gone() {
         use crate::cold::client::tests;

@@ -1,7 +1,7 @@
 //! Adoption: a daemon takes over what a killed daemon left with the keeper, before it accepts connections.
 //!
-//! It drops nothing that it cannot list or fetch now: it retries for a while, and then does not start. What no daemon can ever take
-//! over is forgotten. Clients are reconciled with the tier before they are served.
+//! It drops nothing that it cannot list or fetch now: it retries for a while, and then does not start. What no daemon can
+//! ever take over is forgotten. Clients are reconciled with the tier before they are served.
 
 use super::keeper::ensure_keeper;
 use super::records::{ARENA, CLIENT, forget};

@@ -1,8 +1,8 @@
 //! The keeper: a small process that holds what a successor of the daemon needs.
 //!
 //! A tier leaves its arena and its file there, a client its userfaultfd, table and page map, each under a name that tells a
-//! successor what they belong to. The service manager, if there is one, is left the same. A keeper that has ended is replaced
-//! immediately, and the new one is given everything.
+//! successor what they belong to. The service manager, if there is one, is left the same. A keeper that has ended is
+//! replaced immediately, and the new one is given everything.
 //!
 //! It also answers for the memory of children that attached programs fork.
 
@@ -93,8 +93,8 @@ pub(crate) fn leave_children(tiers: &Tiers, socket: Fd) -> Result<(), Fd> {
     }
 }
 
-/// False if the keeper has ended. A keeper that answers slowly, or cannot list all its names, still holds everything, and would
-/// start a daemon if this connection ended.
+/// False if the keeper has ended. A keeper that answers slowly, or cannot list all its names, still holds everything, and
+/// would start a daemon if this connection ended.
 pub(super) fn lives(keeper: &Keeper) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected};
     keeper.names().map_or_else(|error| !matches!(error.kind(), BrokenPipe | ConnectionReset | NotConnected), |_| true)

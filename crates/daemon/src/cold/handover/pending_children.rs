@@ -1,9 +1,9 @@
-//! Children of forks that their agent did not see, as long as they lack pages of their parents. A child reads zeros in place of
-//! those pages as soon as no process holds its userfaultfd open.
+//! Children of forks that their agent did not see, as long as they lack pages of their parents. A child reads zeros in place
+//! of those pages as soon as no process holds its userfaultfd open.
 //!
-//! The keeper holds each child's descriptor from before its first page is copied until it has the last. Children that are left to
-//! wait are held by the daemon and the keeper for as long as they live. A successor only holds them too: it does not know what
-//! they have done to their memory since the fork.
+//! The keeper holds each child's descriptor from before its first page is copied until it has the last. Children that are
+//! left to wait are held by the daemon and the keeper for as long as they live. A successor only holds them too: it does not
+//! know what they have done to their memory since the fork.
 
 use crate::cold::random_id::random_id;
 use pagefold_os::sync::lock;

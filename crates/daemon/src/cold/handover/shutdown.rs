@@ -9,8 +9,8 @@ use crate::cold::tiers::Tiers;
 use pagefold_os::sync::lock;
 use std::sync::atomic::Ordering;
 
-/// Stops the tier: all pages are brought back, unless a successor is about to take over. Without clients there is nothing to hand
-/// over, and a keeper that stayed would start a daemon without need. Returns false if pages stay out.
+/// Stops the tier: all pages are brought back, unless a successor is about to take over. Without clients there is nothing to
+/// hand over, and a keeper that stayed would start a daemon without need. Returns false if pages stay out.
 pub(crate) fn stop(tiers: &Tiers) -> bool {
     // A moved page for which the tier has no room under its new name would read zeros under a successor.
     for (group, client) in tiers.clients_of(&ClientSelector::All) {
@@ -60,10 +60,11 @@ pub(crate) fn stop(tiers: &Tiers) -> bool {
     out.is_empty() && waiting == 0
 }
 
-/// Returns all pages to their clients, and evicts no page any more. Returns how many pages each client has out whose memory limits
-/// have no room for them.
+/// Returns all pages to their clients, and evicts no page any more. Returns how many pages each client has out whose memory
+/// limits have no room for them.
 pub(crate) fn return_all(tiers: &Tiers) -> Vec<u64> {
-    // Pages that come back make memory short: without this the evictor would evict them again, and lose them with the daemon.
+    // Pages that come back make memory short: without this the evictor would evict them again, and lose them with the
+    // daemon.
     tiers.closing.store(true, Ordering::SeqCst);
     let _ = unpark(tiers, &ClientSelector::All);
     let groups = tiers.all_groups().into_iter();

@@ -1,7 +1,7 @@
 //! The thread of a group that looks which clients are idle, and parks them part by part.
 //!
-//! A parking is spread over the time that the policy gives it, and between two parts the thread looks whether the client works
-//! again: then the rest stays. The link to the agent is held for one part only.
+//! A parking is spread over the time that the policy gives it, and between two parts the thread looks whether the client
+//! works again: then the rest stays. The link to the agent is held for one part only.
 
 use super::policy::{self, Decision, ParkPolicy, Sample};
 use super::signals;
@@ -39,7 +39,8 @@ impl Parker {
         Parker { policy, jobs: Vec::new(), next_look: Duration::ZERO }
     }
 
-    /// Looks at the clients if that is due, and does one part of the most urgent parking. Returns how long the thread may wait.
+    /// Looks at the clients if that is due, and does one part of the most urgent parking. Returns how long the thread may
+    /// wait.
     pub(crate) fn turn(&mut self, group: &Group, now: Duration) -> Duration {
         if now >= self.next_look {
             self.next_look = now + self.policy.look_interval();

@@ -46,8 +46,8 @@ fn is_frozen(groups: &str, root: &Path) -> bool {
         let path = path.trim_matches('/');
         let text = |mount: &str, file: &str| std::fs::read_to_string(root.join(mount).join(path).join(file));
         if controllers.is_empty() {
-            // The request stands in the group that was frozen, which may be one above, and comes before the effect: the agent may
-            // be frozen in the middle of its work.
+            // The request stands in the group that was frozen, which may be one above, and comes before the effect: the
+            // agent may be frozen in the middle of its work.
             let mounts = [root.join("unified"), root.to_owned()];
             mounts.iter().any(|mount| {
                 let groups = Path::new(path).ancestors().map(|group| mount.join(group).join("cgroup.freeze"));

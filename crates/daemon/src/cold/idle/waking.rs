@@ -99,7 +99,8 @@ impl Touched {
 }
 
 impl Wakings {
-    /// The wakings that an earlier daemon wrote to `written`, which `map` keeps mapped, and those that are written there from now on.
+    /// The wakings that an earlier daemon wrote to `written`, which `map` keeps mapped, and those that are written there
+    /// from now on.
     pub(crate) fn written_to(written: WakingRuns, map: Mapping) -> Wakings {
         let (runs, next) = written.all();
         let runs: Vec<Range<u64>> = runs.collect();
@@ -152,14 +153,14 @@ impl Wakings {
         self.due.load(Ordering::Relaxed) && self.due.swap(false, Ordering::Relaxed)
     }
 
-    /// Takes the pages that come back next, in the order of the faults before, which the program is likely to keep: of whole runs, at
-    /// least `pages_min` if there are so many.
+    /// Takes the pages that come back next, in the order of the faults before, which the program is likely to keep: of whole
+    /// runs, at least `pages_min` if there are so many.
     pub(crate) fn next(&self, pages_min: usize) -> Vec<u64> {
         lock(&self.touched).take_next(pages_min)
     }
 
-    /// As [`next`](Self::next), for a client that faults on `page` and goes the way of the wakings before, ahead of what comes back.
-    /// What it has passed by comes back no more.
+    /// As [`next`](Self::next), for a client that faults on `page` and goes the way of the wakings before, ahead of what
+    /// comes back. What it has passed by comes back no more.
     pub(crate) fn next_after(&self, page: u64, pages_min: usize) -> Vec<u64> {
         if self.state.load(Ordering::Relaxed) <= ASLEEP {
             return Vec::new();

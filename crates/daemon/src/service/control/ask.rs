@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 /// Bytes of an answer that are received at a time.
 const BUFFER_BYTES: usize = 32 << 10;
 
-/// How long a daemon may take to answer a quick request. While it works on a longer one it must answer quick requests of other
-/// connections within this time.
+/// How long a daemon may take to answer a quick request. While it works on a longer one it must answer quick requests of
+/// other connections within this time.
 pub const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Time between two looks whether a silent daemon is alive.

@@ -28,7 +28,8 @@ impl Access {
     }
 }
 
-/// The kernel's operations (fuse.h) that are answered here; others get `ENOSYS`, after which the kernel no longer sends them.
+/// The kernel's operations (fuse.h) that are answered here; others get `ENOSYS`, after which the kernel no longer sends
+/// them.
 mod op {
     pub(super) const LOOKUP: u32 = 1;
     pub(super) const GETATTR: u32 = 3;

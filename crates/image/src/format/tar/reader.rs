@@ -279,8 +279,8 @@ impl<R: Read> Reader<R> {
         self.budget.count_owners(bytes);
     }
 
-    /// The parts of the entry at `path`, if it is a sparse file, of which the archive has `size` bytes; reads the map, where it is
-    /// not in the headers. Returns how many bytes are left.
+    /// The parts of the entry at `path`, if it is a sparse file, of which the archive has `size` bytes; reads the map, where
+    /// it is not in the headers. Returns how many bytes are left.
     fn sparse(
         &mut self,
         header: &[u8; BLOCK],

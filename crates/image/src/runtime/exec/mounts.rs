@@ -56,7 +56,8 @@ fn devices(dev: &OwnedFd) -> Result<()> {
     }
     rustix::fs::mkdirat(dev, "shm", Mode::RWXU).at("/dev/shm")?;
     tmpfs(&proc_fd_path(dev).join("shm"), c"mode=1777")?;
-    // Programs that open terminals of their own, as script and sshd do, do so here. A kernel without devpts affects only them.
+    // Programs that open terminals of their own, as script and sshd do, do so here. A kernel without devpts affects only
+    // them.
     rustix::fs::mkdirat(dev, "pts", Mode::from_raw_mode(0o755)).at("/dev/pts")?;
     let (pts, flags) = (proc_fd_path(dev).join("pts"), MountFlags::NOSUID | MountFlags::NOEXEC);
     if rustix::mount::mount("devpts", &pts, "devpts", flags, c"newinstance,ptmxmode=0666,mode=0620").is_ok() {

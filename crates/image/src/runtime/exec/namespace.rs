@@ -39,8 +39,8 @@ pub(super) fn pivot_to(root: &Path) -> Result<()> {
         .map_err(|errno| Error::Mount { what: "leaving the old root".into(), source: errno.into() })
 }
 
-/// Changes to the directory `path` of the tree, which is the root now. The kernel's own links (/proc/PID/root) could lead out
-/// of it and are refused. With `make`, missing directories on the way are made.
+/// Changes to the directory `path` of the tree, which is the root now. The kernel's own links (/proc/PID/root) could lead
+/// out of it and are refused. With `make`, missing directories on the way are made.
 fn enter(path: &Path, make: bool) -> rustix::io::Result<()> {
     let open = |path: &Path| {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;

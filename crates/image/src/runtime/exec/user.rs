@@ -95,8 +95,8 @@ impl User {
 
 /// Makes this process run as the user that the operator or the image asks for. Returns the home directory.
 ///
-/// Only root of the initial user namespace (`is_system_root`) has other users. For a plain user, an image that asks for another
-/// user runs as that plain user, and a note says so.
+/// Only root of the initial user namespace (`is_system_root`) has other users. For a plain user, an image that asks for
+/// another user runs as that plain user, and a note says so.
 pub(super) fn become_user(record: &ImageRecord, run: &ExecOptions, is_system_root: bool) -> Result<String> {
     let wanted = if run.user.is_empty() { &record.config.user } else { &run.user };
     if wanted.is_empty() {

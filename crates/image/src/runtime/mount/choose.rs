@@ -96,8 +96,8 @@ pub(crate) fn mount_detached(
     Ok((fd, mounted))
 }
 
-/// The best kind that this kernel and user have. A native mount is best only if it shares page cache: one that does not would
-/// take the sharing that the other kinds have.
+/// The best kind that this kernel and user have. A native mount is best only if it shares page cache: one that does not
+/// would take the sharing that the other kinds have.
 fn by_best(request: &Request) -> Result<(OwnedFd, Mounted)> {
     if request.in_user_namespace {
         return by_directory(request);

@@ -1,5 +1,5 @@
-//! Mounts of a metadata directory: metadata as a directory of empty files with overlay attributes, for users that cannot mount
-//! EROFS. It is made once per image and id mapping, and checked by `verify`.
+//! Mounts of a metadata directory: metadata as a directory of empty files with overlay attributes, for users that cannot
+//! mount EROFS. It is made once per image and id mapping, and checked by `verify`.
 
 use super::options::{MountKind, Mounted};
 use super::request::Request;
@@ -285,8 +285,8 @@ impl Writer<'_> {
     }
 }
 
-/// Returns true if the disk of `path` has less space than an inode may need: an attribute can have 64 KiB, whatever the block
-/// size is.
+/// Returns true if the disk of `path` has less space than an inode may need: an attribute can have 64 KiB, whatever the
+/// block size is.
 fn is_full(path: &Path) -> Result<bool> {
     let dir = path.parent().unwrap_or(path);
     let room = rustix::fs::statvfs(dir).at(dir)?;

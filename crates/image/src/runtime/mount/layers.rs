@@ -28,8 +28,8 @@ pub fn objects(store: &Store, digest: &Digest, naming: Naming) -> PathBuf {
     }
 }
 
-/// Mounts an image's metadata at `target`: files there have names, owners and sizes, and no bytes. Returns false if the image
-/// has no link farm and none can be made, which only [`Naming::Places`] needs. The metadata is checked before.
+/// Mounts an image's metadata at `target`: files there have names, owners and sizes, and no bytes. Returns false if the
+/// image has no link farm and none can be made, which only [`Naming::Places`] needs. The metadata is checked before.
 ///
 /// # Errors
 /// A damaged image, a kernel that cannot mount EROFS.

@@ -64,8 +64,8 @@ fn mount_native(request: &Request) -> Result<(OwnedFd, bool)> {
     Ok((fd, shares))
 }
 
-/// Returns true if the mount table shows that `mount` shares page cache. The table has only attached mounts, so a clone of the
-/// mount is attached for the look.
+/// Returns true if the mount table shows that `mount` shares page cache. The table has only attached mounts, so a clone of
+/// the mount is attached for the look.
 fn shares_page_cache(request: &Request, mount: &OwnedFd) -> Result<bool> {
     let clone = clone_mount(mount)?;
     request.with_attached(&clone, |place| {

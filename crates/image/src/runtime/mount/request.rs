@@ -55,8 +55,8 @@ impl<'a> Request<'a> {
             None => (store.tree_path(digest), vec![store.objects_dir()]),
         };
         if options.upper.is_some() {
-            // For a file with a changed mode, the upper layer says where its content is, in the layer of the mount that changed
-            // it.
+            // For a file with a changed mode, the upper layer says where its content is, in the layer of the mount that
+            // changed it.
             for other in [LinkFarm::of(store, digest).objects(), store.objects_dir()] {
                 if !objects.contains(&other) && other.is_dir() {
                     objects.push(other);
@@ -103,8 +103,8 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// Attaches `mount` while `work` runs: aside if that is possible, else in the staging directory. `work` gets `None` if it
-    /// cannot be attached.
+    /// Attaches `mount` while `work` runs: aside if that is possible, else in the staging directory. `work` gets `None` if
+    /// it cannot be attached.
     pub(super) fn with_attached<T>(&self, mount: &OwnedFd, work: impl FnOnce(Option<&Path>) -> Result<T>) -> Result<T> {
         if let Some(aside) = self.aside {
             let attached = attach(mount, aside).is_ok();

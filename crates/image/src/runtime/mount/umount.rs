@@ -18,8 +18,9 @@ fn by_directory(mount: &Mount) -> bool {
     lower.filter_map(name).any(|end: [u8; 7]| [ROOT_DIRECTORY, USER_DIRECTORY].map(str::as_bytes).contains(&&end[..]))
 }
 
-/// Unmounts what [`mount`](super::mount()) mounted at `target`; with `lazy` the mount leaves the directory immediately, and ends
-/// with its last user. The collector cannot see users of a metadata directory without a mount: there `lazy` changes nothing.
+/// Unmounts what [`mount`](super::mount()) mounted at `target`; with `lazy` the mount leaves the directory immediately, and
+/// ends with its last user. The collector cannot see users of a metadata directory without a mount: there `lazy` changes
+/// nothing.
 ///
 /// # Errors
 /// No image is mounted there; it is in use.

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 /// How long an ending mount may still use its upper directory.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Returns true if some mount, in any namespace, has its changes in the directory `layer`. Overlayfs knows, and refuses such a
-/// layer to a mount with an index. The try never mounts: overlayfs checks this first, and next refuses a work directory that is the upper
-/// directory itself, before it writes anything and before it finds that a user namespace has no index. Each refusal is a line
-/// in the kernel's log.
+/// Returns true if some mount, in any namespace, has its changes in the directory `layer`. Overlayfs knows, and refuses such
+/// a layer to a mount with an index. The try never mounts: overlayfs checks this first, and next refuses a work directory
+/// that is the upper directory itself, before it writes anything and before it finds that a user namespace has no index.
+/// Each refusal is a line in the kernel's log.
 pub(super) fn in_use(layer: &Path, user: bool) -> bool {
     let attempt = || -> Result<()> {
         let mut context = Context::new("overlay")?;

@@ -2,8 +2,8 @@
 //!
 //! A few free spans keep their pages for the next claims. In a small arena,
 //! where 2 MiB are much, pages go back by single spans, and the first huge pages
-//! are made when a further one is needed. The pages of freed extents in a file stay for a moment, because readers of arrays may be late:
-//! they go back with the next memory that the process frees, or when it closes.
+//! are made when a further one is needed. The pages of freed extents in a file stay for a moment, because readers of arrays
+//! may be late: they go back with the next memory that the process frees, or when it closes.
 //!
 //! In a small private arena a huge page is a large part of the memory. There,
 //! parts of a huge page go back too when a thread ends that claimed at least
@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 /// Spans that lie in one 2 MiB page and are given back together.
 const GROUP: usize = (2 << 20) / SPAN_BYTES;
 
-/// Free spans kept with their pages before any are given back: an eighth of those in use, but at least one and at most these.
+/// Free spans kept with their pages before any are given back: an eighth of those in use, but at least one and at most
+/// these.
 const KEEP_SPANS: usize = 4;
 
 /// Used spans below which pages go back by single spans: eight huge pages.
@@ -69,8 +70,8 @@ impl Inner {
         self.hint(0, span);
     }
 
-    /// Gives the pages of a span back that held slabs, in an arena where one such span is much of what is in use. A large block
-    /// that is replaced again and again finds the pages of the one before, because they are kept.
+    /// Gives the pages of a span back that held slabs, in an arena where one such span is much of what is in use. A large
+    /// block that is replaced again and again finds the pages of the one before, because they are kept.
     pub(super) fn give_back_small(&self, span: usize, owner: u64) {
         if self.used() < SINGLE_SPANS_MAX {
             self.trim_group(span / GROUP * GROUP, owner);

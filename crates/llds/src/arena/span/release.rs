@@ -39,8 +39,8 @@ impl Inner {
             return;
         }
         fault::point();
-        // SeqCst, after the SeqCst clear of the bit: pairs with the fence in `disown_unit`, which orders its change of `meta`
-        // before its reads of the bitmap. Either we see the unit unowned, or its former owner sees the cleared bit.
+        // SeqCst, after the SeqCst clear of the bit: pairs with the fence in `disown_unit`, which orders its change of
+        // `meta` before its reads of the bitmap. Either we see the unit unowned, or its former owner sees the cleared bit.
         let meta = self.meta(unit);
         if meta.state != SMALL || meta.owner != 0 || meta.class != class {
             return;

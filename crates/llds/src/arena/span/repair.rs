@@ -76,8 +76,8 @@ impl Inner {
     fn release_dead(&self, unit: Unit, meta: Meta, owner: u64) {
         match meta.state {
             SMALL => {
-                // The dead thread may have died before it marked all spans of the extent, or tiles of the slab; complete that
-                // before another thread can own it.
+                // The dead thread may have died before it marked all spans of the extent, or tiles of the slab; complete
+                // that before another thread can own it.
                 for rest in 1..meta.spans as usize {
                     self.entry(unit.plus(rest)).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
                     fault::point();

@@ -104,7 +104,8 @@ impl Inner {
             if !self.announce(thread, unit, meta, block) {
                 return None;
             }
-            // SeqCst, like the load of `meta` in `free_small`, so that a thread which frees this block later sees our `meta`.
+            // SeqCst, like the load of `meta` in `free_small`, so that a thread which frees this block later sees our
+            // `meta`.
             word.fetch_or(1 << bit, Ordering::SeqCst);
             fault::point();
             thread.cursors[class].store(index, Ordering::Relaxed);

@@ -41,7 +41,8 @@ impl Inner {
             return;
         }
         fault::point();
-        // Pairs with the SeqCst exchange of the intent in `announce`. If the owner is inside, it gives the unit up next time.
+        // Pairs with the SeqCst exchange of the intent in `announce`. If the owner is inside, it gives the unit up next
+        // time.
         if !self.is_idle(thread, unit, meta) {
             return;
         }

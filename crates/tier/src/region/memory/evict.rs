@@ -107,8 +107,8 @@ impl Shared {
         }
     }
 
-    /// Copies pages to the file of copies, from page `place` on. The kernel copies, so an absent page is an error instead of a
-    /// fault.
+    /// Copies pages to the file of copies, from page `place` on. The kernel copies, so an absent page is an error instead of
+    /// a fault.
     fn copy_out(&self, evict_state: &EvictState, run: &Range<usize>, place: usize) -> bool {
         let (mut from, end) = (self.addr(run.start), self.addr(run.end));
         let mut to = (place * PAGE_SIZE) as u64;

@@ -200,7 +200,8 @@ impl Shared {
             let mut evict_state = lock(&self.evict_state);
             let all = chunk * CHUNK..((chunk + 1) * CHUNK).min(self.pages());
             self.sweep(all.clone());
-            // A busy page does not count as resident: a touch before its bytes are copied in must not read the kernel's zeros.
+            // A busy page does not count as resident: a touch before its bytes are copied in must not read the kernel's
+            // zeros.
             let is_resident = |page| matches!(self.state(page).load(Ordering::Acquire), RESIDENT | RESIDENT_STORED);
             if evict_state.missing[chunk] && all.clone().all(is_resident) {
                 // No page is evicted while `evict_state` is locked, so the kernel may serve absent pages again.
