@@ -3,6 +3,8 @@
 
 use pagefold_agent::client::{Client, Region};
 use pagefold_os::{PAGE_SIZE, mem, memfd};
+use std::fs;
+use std::time::{Duration, Instant};
 
 fn limit_descriptors(change: impl Fn(&mut libc::rlimit)) -> libc::rlimit {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -15,9 +17,24 @@ fn limit_descriptors(change: impl Fn(&mut libc::rlimit)) -> libc::rlimit {
     before
 }
 
+/// Waits until the agent's thread sleeps. It has the thread-local storage of the test's thread, and AddressSanitizer finds
+/// no stack for it while it begins if that thread has ended by then.
+fn wait_for_the_agent() {
+    let sleeps = |thread: &fs::DirEntry| {
+        let of = |file: &str| fs::read_to_string(thread.path().join(file)).unwrap_or_default();
+        of("comm").starts_with("pagefold-agent") && of("stat").contains(") S ")
+    };
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !fs::read_dir("/proc/self/task").expect("threads").flatten().any(|thread| sleeps(&thread)) {
+        assert!(Instant::now() < deadline, "the agent's thread does not begin");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 #[test]
 fn a_discarded_region_reads_zero_without_descriptors() {
     let client = Client::connect("/nonexistent/pagefold".as_ref(), "test").expect("a client");
+    wait_for_the_agent();
     let mut region = Region::new(&client, 4 * PAGE_SIZE).expect("a region");
     region.fill(1);
     // As the agent maps a slot.

@@ -9,6 +9,8 @@ static USERS: Mutex<(usize, String)> = Mutex::new((0, String::new()));
 
 /// Says why there are no rings here, if there are none.
 pub fn cannot_ring() -> Option<&'static str> {
+    // A test that turns it on between the two would find it off again.
+    let _users = USERS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     match std::fs::read_to_string(SWITCH).map(|now| std::fs::write(SWITCH, now)) {
         Err(_) => Some("the kernel has no FUSE over io_uring (Linux 6.14)"),
         Ok(Err(_)) => Some("FUSE over io_uring cannot be turned on here"),
