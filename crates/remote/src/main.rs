@@ -72,7 +72,7 @@ enum Action {
     Rm {
         #[command(flatten)]
         server: Server,
-        /// Each NAME[:TAG]
+        /// Each NAME or NAME:TAG
         #[arg(required = true)]
         names: Vec<String>,
     },

@@ -35,7 +35,7 @@ pub async fn list(server: &Server, backend: &Backend) -> Result<()> {
     say(&format!("{:#}", json!(shown.collect::<Vec<_>>())))
 }
 
-/// Takes the images `names`, each NAME[:TAG], away from a store. What only they need goes with the next collection.
+/// Takes the images `names`, each NAME or NAME:TAG, away from a store. What only they need goes with the next collection.
 ///
 /// # Errors
 /// A name that is none, or that the store does not have: then nothing is taken away. No connection; a login that may not
