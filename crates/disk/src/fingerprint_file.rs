@@ -218,8 +218,7 @@ impl FingerprintDir {
             Some(key) => key,
             None => {
                 // Missing, or of a wrong length. Files made with the old key are rejected as damaged.
-                let mut key = [0; 32];
-                std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut key)?;
+                let key = pagefold_os::random::bytes::<32>()?;
                 let new = path.join("key.new");
                 let mut file =
                     std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;

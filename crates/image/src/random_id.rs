@@ -1,12 +1,9 @@
 //! Ids that no other process uses.
 
 use crate::error::{At, Result};
-use std::fs::File;
-use std::io::Read;
+use pagefold_os::random;
 
 /// 64 random bits, hexadecimal.
 pub(crate) fn random_id() -> Result<String> {
-    let mut bytes = [0u8; 8];
-    File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).at("/dev/urandom")?;
-    Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
+    Ok(format!("{:016x}", u64::from_le_bytes(random::bytes().at("the kernel's generator")?)))
 }

@@ -48,6 +48,8 @@ pub mod probe;
 #[cfg(feature = "std")]
 pub mod procfs;
 #[cfg(feature = "std")]
+pub mod random;
+#[cfg(feature = "std")]
 pub mod ranges;
 #[cfg(feature = "std")]
 pub mod read_once;

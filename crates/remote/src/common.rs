@@ -63,6 +63,14 @@ pub fn say(text: &str) -> Result<()> {
     writeln!(io::stdout(), "{text}").map_err(|error| Error::Said(format!("standard output: {error}")))
 }
 
+/// Bytes that no other host and no other run has.
+///
+/// # Errors
+/// The kernel's.
+pub fn random() -> Result<[u8; 16]> {
+    pagefold_os::random::bytes().map_err(|error| Error::Said(format!("the kernel's generator: {error}")))
+}
+
 /// Bytes in MiB.
 pub fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)

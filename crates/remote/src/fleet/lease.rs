@@ -5,10 +5,9 @@
 //! ten minutes. Both times are of the store's clock, so hosts need not agree on the time.
 
 use super::bucket::{Bucket, Listed};
+use crate::common::random;
 use crate::error::{Error, Result};
 use bytes::Bytes;
-use std::fs::File;
-use std::io::Read;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 use tokio::runtime::Runtime;
@@ -22,16 +21,6 @@ const RENEWAL: Duration = Duration::from_secs(60);
 
 /// Where leases are.
 const PLACE: &str = "leases";
-
-/// Bytes that no other host and no other run has.
-///
-/// # Errors
-/// The system's.
-pub fn random() -> Result<[u8; 16]> {
-    let mut bytes = [0; 16];
-    let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.map(|()| bytes).map_err(|error| Error::Said(format!("/dev/urandom: {error}")))
-}
 
 /// A new name below `place`.
 ///

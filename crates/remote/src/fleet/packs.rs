@@ -1,7 +1,7 @@
 //! The packs of a fleet's store: which pieces they hold, and how new ones get there.
 
 use super::bucket::{Bucket, Listed};
-use super::lease::random;
+use crate::common::random;
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
