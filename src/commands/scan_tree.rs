@@ -50,9 +50,14 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
             show_counted(found.resident_unknown, "file", "files")
         );
     }
-    if found.unreadable > 0 {
-        let unread = show_counted(found.unreadable, "file or directory", "files or directories");
+    note_unreadable(found.unreadable);
+    Ok(code)
+}
+
+/// Says how many files and directories could not be read, if any.
+pub fn note_unreadable(count: u64) {
+    if count > 0 {
+        let unread = show_counted(count, "file or directory", "files or directories");
         note!("pagefold: note: {unread} could not be read");
     }
-    Ok(code)
 }

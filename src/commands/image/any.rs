@@ -1,5 +1,6 @@
 //! `pagefold image stat --any`: what directories hold in memory, and how much of it twice.
 
+use crate::commands::scan_tree::note_unreadable;
 use crate::error::Error;
 use crate::output::{Style, Table, print, print_json};
 use crate::units::{show_count, show_counted, show_size};
@@ -47,9 +48,6 @@ pub fn stat_directories(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error>
         let files = show_counted(held.resident_unknown, "file", "files");
         note!("pagefold: note: of {files} of other users the kernel does not say what is in memory");
     }
-    if held.unreadable > 0 {
-        let unread = show_counted(held.unreadable, "file or directory", "files or directories");
-        note!("pagefold: note: {unread} could not be read");
-    }
+    note_unreadable(held.unreadable);
     Ok(code)
 }

@@ -8,7 +8,7 @@
 //! Only files that are in memory, and have another file of the same size in other memory, are read. What the reading itself
 //! brings into memory is evicted again.
 
-use super::plain_files::{BUFFER, Key, Seen, Whole, open, read_pages, walk};
+use super::plain_files::{Key, Seen, Whole, for_each, open, read_pages, walk};
 use super::resident::{self, Look, Runs};
 use crate::error::Result;
 use crate::progress::Progress;
@@ -20,7 +20,6 @@ use std::io;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What directories hold in memory. Bytes are whole pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -89,18 +88,8 @@ pub fn held(dirs: &[PathBuf], progress: &Progress) -> Result<Held> {
     let files = list(dirs, &mut held)?;
     let groups = by_size(&files, &mut held);
     progress.expect(groups.iter().filter(|group| group.len() > 1).map(|group| bytes_of(&files, group)).sum());
-    let (held, next) = (Mutex::new(held), AtomicUsize::new(0));
-    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(groups.len().max(1));
-    std::thread::scope(|scope| {
-        for _ in 0..workers {
-            scope.spawn(|| {
-                let mut buffer = vec![0; BUFFER];
-                while let Some(group) = groups.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    count_group(&files, group, &mut buffer, &held, progress);
-                }
-            });
-        }
-    });
+    let held = Mutex::new(held);
+    for_each(&groups, |group, buffer| count_group(&files, group, buffer, &held, progress));
     Ok(held.into_inner().expect("no panic while held"))
 }
 

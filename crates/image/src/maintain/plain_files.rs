@@ -11,6 +11,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The first half of the SHA-256 of some content.
 pub(super) type Key = [u8; 16];
@@ -23,7 +24,7 @@ pub(super) fn key(bytes: &[u8]) -> Key {
 pub(super) const CHUNK_PAGES: u64 = 16;
 
 /// Bytes of a buffer for [`read_pages`].
-pub(super) const BUFFER: usize = 1 << 20;
+const BUFFER: usize = 1 << 20;
 
 /// A regular file, seen in the directory with the number `dir`.
 pub(super) struct Seen {
@@ -77,6 +78,22 @@ pub(super) fn open(path: &Path) -> io::Result<File> {
     let _ = rustix::fs::fcntl_setfl(&file, OFlags::NOATIME | OFlags::NONBLOCK);
     let _ = rustix::fs::fadvise(&file, 0, None, Advice::NoReuse);
     Ok(file)
+}
+
+/// Passes each of `items` to `look` with a buffer for [`read_pages`], on all processors.
+pub(super) fn for_each<T: Sync>(items: &[T], look: impl Fn(&T, &mut [u8]) + Sync) {
+    let next = AtomicUsize::new(0);
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(items.len());
+    std::thread::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|| {
+                let mut buffer = vec![0; BUFFER];
+                while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    look(item, &mut buffer);
+                }
+            });
+        }
+    });
 }
 
 /// The next part of a file.

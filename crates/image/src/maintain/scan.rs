@@ -4,7 +4,7 @@
 //! hashed from their pages' hashes. Sizes are rounded to pages, as the page cache holds them. Whole files are what
 //! `pagefold image` shares on any kernel; the smaller pieces show what ordinary reads cannot share, and `pagefold disk` can.
 
-use super::plain_files::{BUFFER, CHUNK_PAGES, Key, Part, Whole, key, open, read_pages, walk};
+use super::plain_files::{CHUNK_PAGES, Key, Part, Whole, for_each, key, open, read_pages, walk};
 use super::resident::{self, is_on_overlayfs};
 use crate::error::{At, Result};
 use crate::progress::Progress;
@@ -14,7 +14,6 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Duplicates at one piece size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -235,18 +234,9 @@ pub fn trees(dirs: &[PathBuf], progress: &Progress) -> Result<Scan> {
     })?;
     progress.expect(total);
     let sets = Mutex::new(Sets { scan, ..Sets::default() });
-    let next = AtomicUsize::new(0);
-    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(list.len().max(1));
-    std::thread::scope(|scope| {
-        for _ in 0..workers {
-            scope.spawn(|| {
-                let mut buffer = vec![0; BUFFER];
-                while let Some(path) = list.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if read_file(path, &mut buffer, &sets, progress).is_err() {
-                        sets.lock().expect("no panic while held").scan.unreadable += 1;
-                    }
-                }
-            });
+    for_each(&list, |path, buffer| {
+        if read_file(path, buffer, &sets, progress).is_err() {
+            sets.lock().expect("no panic while held").scan.unreadable += 1;
         }
     });
     let mut scan = sets.into_inner().expect("no panic while held").scan;
