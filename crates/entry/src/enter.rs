@@ -292,8 +292,10 @@ fn borrow_thread(plan: &Plan<'_>) -> Result<Borrowed, EntryError> {
         for thread in threads_by_calm(pid) {
             let was_late = late.contains(&thread);
             late.retain(|one| *one != thread);
-            let patience = if was_late { Duration::ZERO } else { STOP_PATIENCE };
-            let asked = if was_late { Ok(()) } else { ask_to_stand_still(&tracer, thread, pid) };
+            let (asked, patience) = match was_late {
+                true => (Ok(()), Duration::ZERO),
+                false => (ask_to_stand_still(&tracer, thread, pid), STOP_PATIENCE),
+            };
             match asked.and_then(|()| try_thread(&tracer, thread, patience, plan)) {
                 Ok(borrowed) => return Ok(borrowed),
                 Err(Unfit::Passing(reason)) => why = reason.into(),

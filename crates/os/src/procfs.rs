@@ -156,7 +156,7 @@ pub fn start_time(pid: i32) -> Option<u64> {
 /// As [`start_time`], but `None` also for a process that has ended and waits to be reaped.
 pub fn start_time_of_running(pid: i32) -> Option<u64> {
     let stat = stat_line(pid)?;
-    if matches!(stat::field(&stat, STATE)?, "Z" | "X") {
+    if is_dead(&stat) {
         return None;
     }
     stat::field(&stat, START_TIME)?.parse().ok()
@@ -167,7 +167,11 @@ pub fn start_time_of_running(pid: i32) -> Option<u64> {
 /// Its first thread may have ended while others still end. Until the last of them has, its descriptors are open.
 pub fn has_ended(pid: i32) -> bool {
     let is_last = || threads(pid).is_ok_and(|threads| threads.len() <= 1);
-    start_time(pid).is_none() || (start_time_of_running(pid).is_none() && is_last())
+    stat_line(pid).is_none_or(|stat| is_dead(&stat) && is_last())
+}
+
+fn is_dead(stat: &[u8]) -> bool {
+    stat::field(stat, STATE).is_none_or(|state| matches!(state, "Z" | "X"))
 }
 
 /// Fields of /proc/PID/stat, numbered as in proc_pid_stat(5).

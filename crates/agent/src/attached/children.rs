@@ -27,7 +27,7 @@ pub(crate) fn socket() -> i32 {
 
 /// A socket for children, both ends, if the one there was leads nowhere any more.
 pub(crate) fn new_socket() -> pagefold_os::raw::Result<Option<(Fd, Fd)>> {
-    let mut poll = [libc::pollfd { fd: SOCKET.load(Ordering::Relaxed), events: 0, revents: 0 }];
+    let mut poll = [libc::pollfd { fd: socket(), events: 0, revents: 0 }];
     if poll[0].fd >= 0 && pagefold_os::fd::poll(&mut poll, 0) == Ok(0) {
         return Ok(None);
     }
@@ -62,10 +62,10 @@ pub(crate) fn adopt_child(fd: i32, for_each_discarded: impl FnOnce(&dyn Fn(pagef
 }
 
 fn hand_over(child: Uffd) {
-    let socket = SOCKET.load(Ordering::Relaxed);
-    if socket >= 0 {
+    let fd = socket();
+    if fd >= 0 {
         // SAFETY: the descriptor is open, and this value never closes it.
-        let socket = core::mem::ManuallyDrop::new(unsafe { Fd::from_raw(socket) });
+        let socket = core::mem::ManuallyDrop::new(unsafe { Fd::from_raw(fd) });
         if sock::send(&socket, Packet::new(Op::ForkedChild).bytes(), &[child.fd().raw()]).is_ok() {
             return;
         }
