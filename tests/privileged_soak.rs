@@ -98,9 +98,7 @@ struct Soak {
 
 impl Soak {
     fn tool(&self, words: &[&str]) -> Output {
-        let (command, rest) = words.split_first().expect("a command");
-        let mut tool = Command::new(common::TOOL);
-        tool.arg(command).arg("--socket").arg(&self.socket).args(rest).output().expect("the tool runs")
+        common::ask(common::TOOL.as_ref(), &self.socket, words)
     }
 
     /// The time is over, and each thing has happened that must, however slow the machine is.

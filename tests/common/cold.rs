@@ -1,6 +1,6 @@
 //! A daemon with a keeper, for the tests of the cold tier.
 
-use super::{PATIENCE, Reaped, TOOL, c_program, comes, skipped, wait_for};
+use super::{PATIENCE, Reaped, TOOL, ask, c_program, comes, skipped, wait_for};
 pub use pagefold_os::procfs::has_ended;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
@@ -38,8 +38,7 @@ impl Host {
     }
 
     pub fn tool(&self, args: &[&str]) -> Output {
-        let (command, rest) = args.split_first().expect("a command");
-        Command::new(TOOL).arg(command).arg("--socket").arg(&self.socket).args(rest).output().expect("the tool runs")
+        ask(TOOL.as_ref(), &self.socket, args)
     }
 
     /// Gives a command for all clients and does not wait.

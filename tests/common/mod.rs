@@ -254,9 +254,7 @@ impl Daemon {
 
     /// Runs the tool with `args` and this daemon's socket.
     pub fn tool(&self, args: &[&str]) -> Output {
-        let (command, rest) = args.split_first().expect("a command");
-        let mut tool = Command::new(&self.tool_path);
-        tool.arg(command).arg("--socket").arg(&self.socket).args(rest).output().expect("the tool runs")
+        ask(&self.tool_path, &self.socket, args)
     }
 
     /// A command that runs its program (to be added) under this daemon.
@@ -413,6 +411,12 @@ pub fn comes(seconds: u64, mut ready: impl FnMut() -> bool) -> bool {
         std::thread::sleep(Duration::from_millis(20));
     }
     true
+}
+
+/// Runs a tool with `args` and the socket of a daemon.
+pub fn ask(tool: &Path, socket: &Path, args: &[&str]) -> Output {
+    let (command, rest) = args.split_first().expect("a command");
+    Command::new(tool).arg(command).arg("--socket").arg(socket).args(rest).output().expect("the tool runs")
 }
 
 /// Gives the tool a command for a running program until it succeeds: on a busy machine none of the program's threads may
