@@ -331,9 +331,8 @@ fn page(root: &Path, page: &DocumentPage, records: &[Record]) -> Result<String, 
     let mut text = format!("# Benchmarks\n\n{}\n", page.intro);
     draw_machines(&mut text, records);
     for part in &page.part {
-        let is_recorded = |figure: &Figure| records.iter().any(|record| record.is_of(&figure.bench));
-        // The part of a new bench comes with its first record.
-        if !part.figure.is_empty() && !part.figure.iter().any(is_recorded) {
+        let waits = |figure: &Figure| figure.pending && !records.iter().any(|record| record.is_of(&figure.bench));
+        if !part.figure.is_empty() && part.figure.iter().all(waits) {
             continue;
         }
         let _ = write!(text, "\n## {}\n\n{}", part.title, part.text);
