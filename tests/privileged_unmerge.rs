@@ -1,5 +1,5 @@
-//! A program goes on while its memory is unmerged: it waits for small batches, whose number does not depend on the machine's
-//! load.
+//! A program goes on while its memory is unmerged: it waits for small batches. The machine's load does not change their
+//! number.
 
 mod common;
 

@@ -34,8 +34,8 @@ pub struct Measured {
     /// The sum of Pss of all processes of all instances, once it changes no more.
     pub pss_mib: f64,
     /// What a dry run finds in these instances, in the end: with nothing, all that could be saved. Where blocks lie in pages
-    /// by chance, other instances of the same kind have more or less. `None` with KSM, of whose pages a dry run does not
-    /// know.
+    /// by chance, other instances of the same kind have more or less. `None` with KSM: a dry run does not know which pages
+    /// KSM has merged.
     pub left_mib: Option<f64>,
     /// Whether every instance still holds its data.
     pub is_right: bool,

@@ -14,8 +14,8 @@ pub(super) const LONG: Duration = Duration::from_secs(60);
 /// Tests of leaving agents share statics and take turns.
 pub(super) static LEAVING: Mutex<()> = Mutex::new(());
 
-/// A session whose userfaultfd watches two pages of memory, the second of them present. `None`, after a line that says
-/// SKIPPED, where this process may not have a userfaultfd.
+/// A session; its userfaultfd watches two pages of memory, the second of them present. Where the kernel gives this process
+/// no userfaultfd, the function prints SKIPPED and returns `None`.
 pub(super) fn connected() -> Option<(ColdSession, Connection, mem::Mapping)> {
     connected_with(uffd::FEATURE_EVENT_REMOVE)
 }

@@ -239,8 +239,8 @@ impl MergeClient {
         }
     }
 
-    /// Reads `runs` of an attached program, whose agent must not wait for a page: it sees no call that takes memory away,
-    /// and might wait for an answer of its own. This way of reading waits for none.
+    /// Reads `runs` of an attached program. Its agent must not wait for a page: the agent sees no call that takes memory
+    /// away, and might wait for an answer of its own. This way of reading waits for none.
     fn read_attached(memory: &Memory, runs: &[Range], out: &mut [Page], readable: &mut [bool]) {
         let addresses = runs.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE));
         for ((addr, page), readable) in addresses.zip(out).zip(readable) {

@@ -125,7 +125,7 @@ impl<'a> Build<'a> {
         Ok(data)
     }
 
-    /// Stores the bytes of an open file, whose state was `stat`. With `may_link` the file becomes the object itself, by a
+    /// Stores the bytes of an open file; its state was `stat`. With `may_link` the file becomes the object itself, by a
     /// hard link, unless another process has it open or its owner may not read it.
     pub(crate) fn take(&self, file: &mut File, what: &Path, stat: &Stat, may_link: bool) -> Result<Data> {
         let linked = if may_link { self.staging.link_file(file, what, stat)? } else { None };

@@ -321,8 +321,8 @@ pub(super) struct Twin {
     pub(super) mine: u64,
 }
 
-/// The twins whose pages no other process maps. The others are refused, and tried again as pages that did not let themselves
-/// be frozen.
+/// The twins with pages that no other process maps. The function refuses the others; a later scan tries them again, like
+/// pages that the agent could not freeze.
 fn without_forked(work: &mut Work, mut twins: Vec<Twin>) -> Vec<Twin> {
     let (mut parts, mut alone) = (Vec::new(), Vec::with_capacity(twins.len()));
     twins.iter().for_each(|twin| ranges::append(&mut parts, Range::pages_from(twin.addr, 1)));

@@ -60,8 +60,8 @@ pub(crate) fn stop(tiers: &Tiers) -> bool {
     out.is_empty() && waiting == 0
 }
 
-/// Returns all pages to their clients, and evicts no page any more. Returns how many pages each client has out whose memory
-/// limits have no room for them.
+/// Returns all pages to their clients, and evicts no page any more. Where a client's memory limits have no room, pages stay
+/// out: returns how many, for each such client.
 pub(crate) fn return_all(tiers: &Tiers) -> Vec<u64> {
     // Pages that come back make memory short: without this the evictor would evict them again, and lose them with the
     // daemon.

@@ -187,8 +187,8 @@ pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer 
     }
 }
 
-/// Does what a daemon can do about cold memory while it still answers, so that the asker sees the progress. Returns the
-/// number of clients whose cold memory was not returned.
+/// Does what a daemon can do about cold memory while it still answers, so that the asker sees the progress. Returns for
+/// how many clients it could not return the cold memory.
 fn prepare_stop(tiers: &Tiers, cold: ColdOnStop) -> u64 {
     tiers.hand_over.store(cold == ColdOnStop::Keep, Ordering::SeqCst);
     match cold {
