@@ -590,6 +590,8 @@ fn with_daemon_and_keeper_dead_the_service_manager_brings_every_page_back() {
     let mut host = Host::start_by(|socket| manager.start(socket, &notify, &args));
     let mut clients: Vec<Served> = (0..2).map(|_| Served::start(&host, &[], 12)).collect();
     let pids: Vec<i32> = clients.iter().map(Served::pid).collect();
+    // The userfaultfd, the residency map, the page map and the journal of events.
+    const DESCRIPTORS: usize = 4;
     for round in 0..2 {
         for pid in &pids {
             // Memory from which the program just discarded something is left alone for a moment.
@@ -598,7 +600,7 @@ fn with_daemon_and_keeper_dead_the_service_manager_brings_every_page_back() {
         manager.read();
         assert!(std::mem::take(&mut manager.ready), "the daemon did not say that it serves");
         let arenas = manager.left.iter().filter(|(name, _)| name.contains("arena")).count();
-        assert!(arenas > 0 && manager.left.len() == arenas + 3 * clients.len(), "{:?}", manager.left);
+        assert!(arenas > 0 && manager.left.len() == arenas + DESCRIPTORS * clients.len(), "{:?}", manager.left);
         host.kill_all();
         clients[0].send("check");
         host.child = manager.start(&host.socket, &notify, &args);
@@ -615,7 +617,7 @@ fn with_daemon_and_keeper_dead_the_service_manager_brings_every_page_back() {
     clients.remove(0);
     wait_for("the manager to be told", 20, || {
         manager.read();
-        manager.left.iter().filter(|(name, _)| name.contains("client")).count() == 3
+        manager.left.iter().filter(|(name, _)| name.contains("client")).count() == DESCRIPTORS
     });
     clients[0].does("check");
 }

@@ -136,7 +136,6 @@ fn claim_everything(table: ResidencyMap, own: Range) {
         }
     }
     table.head().evicted.store(u64::MAX, Ordering::Relaxed);
-    table.head().set_discarding(Range { start: 0, end: u64::MAX }, true);
     for (start, end) in [(0, u64::MAX), (u64::MAX - 1, u64::MAX), (own.start | 1, own.end)] {
         for advice in [libc::MADV_COLD, libc::MADV_PAGEOUT, libc::MADV_WILLNEED, 12345] {
             table.hint(start, end, advice);

@@ -91,9 +91,8 @@ struct Soak {
     dir: PathBuf,
     counts: Counts,
     sums: Mutex<Sums>,
-    /// Held by calls that lose something where daemon or keeper is killed meanwhile, as the known limits say: forks, and
-    /// what a program does by bare calls to memory that is evicted.
-    limits: RwLock<()>,
+    /// Held by forks: a child may lose pages where daemon or keeper is killed meanwhile, as the known limits say.
+    forks: RwLock<()>,
 }
 
 impl Soak {
@@ -179,8 +178,8 @@ impl Soak {
                         1 => "fork 1".to_owned(),
                         _ => format!("discard {}", 1 + random.below(200)),
                     };
-                    let is_limited = word == "fork 1" || matches!(way, Way::AttachedCold);
-                    let _limits = is_limited.then(|| self.limits.read().unwrap_or_else(PoisonError::into_inner));
+                    let is_fork = word == "fork 1";
+                    let _forks = is_fork.then(|| self.forks.read().unwrap_or_else(PoisonError::into_inner));
                     self.check(&mut server, &word);
                 }
                 // There may be no daemon at this moment.
@@ -209,7 +208,7 @@ impl Soak {
         while !self.is_over() {
             thread::sleep(Duration::from_millis(300 + random.below(4000)));
             self.take_counters();
-            let _limits = self.limits.write().unwrap_or_else(PoisonError::into_inner);
+            let _forks = self.forks.write().unwrap_or_else(PoisonError::into_inner);
             if random.below(4) == 0 {
                 self.kill_keeper(host);
             } else {
@@ -294,7 +293,7 @@ fn nothing_is_lost_while_everything_happens_at_once() {
         dir: host.dir.path().to_owned(),
         counts: Counts::default(),
         sums: Mutex::default(),
-        limits: RwLock::default(),
+        forks: RwLock::default(),
     };
     let lives = setting("PAGEFOLD_SOAK_PROGRAMS", 6) as usize;
     let failed: Vec<String> = thread::scope(|scope| {

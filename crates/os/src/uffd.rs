@@ -138,9 +138,6 @@ pub const DONTWAKE: u64 = 1;
 /// `MOVE`: holes in the source are skipped instead of failing.
 pub const MOVE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 
-/// Events that one read delivers at most.
-pub const EVENTS_MAX: usize = 64;
-
 /// The lowest address that a program may map by default; nothing below the first MiB is to be registered.
 const LOWEST: u64 = 64 << 10;
 
@@ -171,6 +168,63 @@ pub enum Event {
     Fork(i32),
     /// Any other event, by number.
     Other(u8),
+}
+
+/// An event as the kernel writes it: `struct uffd_msg`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Message([u64; 4]);
+
+impl Message {
+    /// No event.
+    pub const NONE: Message = Message([0; 4]);
+
+    /// What it says.
+    pub fn event(self) -> Event {
+        let words = self.0;
+        match words[0].to_ne_bytes()[0] {
+            EVENT_PAGEFAULT => {
+                Event::PageFault { addr: words[2], write: words[1] & 1 != 0, thread: words[3] as u32 as i32 }
+            }
+            EVENT_REMOVE => Event::Remove(Range { start: words[1], end: words[2] }),
+            EVENT_UNMAP => Event::Unmap(Range { start: words[1], end: words[2] }),
+            EVENT_REMAP => {
+                Event::Remap { from: Range { start: words[1], end: words[1].saturating_add(words[3]) }, to: words[2] }
+            }
+            EVENT_FORK => {
+                let bytes = words[1].to_ne_bytes();
+                Event::Fork(i32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+            }
+            other => Event::Other(other),
+        }
+    }
+}
+
+impl From<[u64; 4]> for Message {
+    fn from(words: [u64; 4]) -> Message {
+        Message(words)
+    }
+}
+
+impl From<Message> for [u64; 4] {
+    fn from(message: Message) -> [u64; 4] {
+        message.0
+    }
+}
+
+impl From<Event> for Message {
+    fn from(event: Event) -> Message {
+        Message(match event {
+            Event::PageFault { addr, write, thread } => {
+                [EVENT_PAGEFAULT.into(), write.into(), addr, u64::from(thread as u32)]
+            }
+            Event::Remove(range) => [EVENT_REMOVE.into(), range.start, range.end, 0],
+            Event::Unmap(range) => [EVENT_UNMAP.into(), range.start, range.end, 0],
+            Event::Remap { from, to } => [EVENT_REMAP.into(), from.start, to, from.len()],
+            Event::Fork(fd) => [EVENT_FORK.into(), u64::from(fd as u32), 0, 0],
+            Event::Other(number) => [number.into(), 0, 0, 0],
+        })
+    }
 }
 
 /// A userfaultfd: a watch over ranges of one process's memory.
@@ -365,8 +419,8 @@ impl Uffd {
     /// # Errors
     /// As read(2).
     pub fn read_event(&self) -> Result<Option<Event>> {
-        let mut event = [Event::Other(0)];
-        Ok((self.read_by(&mut event, Fd::read)? == 1).then_some(event[0]))
+        let mut message = [Message::NONE];
+        Ok((self.read_by(&mut message, Fd::read)? == 1).then(|| message[0].event()))
     }
 
     /// As [`read_event`](Self::read_event), but never waits, even if the client that made the descriptor set it to wait.
@@ -374,48 +428,29 @@ impl Uffd {
     /// # Errors
     /// As read(2).
     pub fn read_event_at_once(&self) -> Result<Option<Event>> {
-        let mut event = [Event::Other(0)];
-        Ok((self.read_events(&mut event)? == 1).then_some(event[0]))
+        let mut message = [Message::NONE];
+        Ok((self.read_messages(&mut message)? == 1).then(|| message[0].event()))
     }
 
-    /// Reads as many events as there are and fit, and returns how many; at most [`EVENTS_MAX`]. Never waits, even if the
+    /// Reads as many events as there are and fit, as the kernel writes them, and returns how many. Never waits, even if the
     /// client that made the descriptor set it to wait.
     ///
     /// # Errors
     /// As read(2).
-    pub fn read_events(&self, events: &mut [Event]) -> Result<usize> {
-        self.read_by(events, Fd::read_at_once)
+    pub fn read_messages(&self, messages: &mut [Message]) -> Result<usize> {
+        self.read_by(messages, Fd::read_at_once)
     }
 
-    fn read_by(&self, events: &mut [Event], read: impl FnOnce(&Fd, &mut [u8]) -> Result<usize>) -> Result<usize> {
-        let mut messages = [[0u64; 4]; EVENTS_MAX];
-        let wanted = events.len().min(EVENTS_MAX);
-        // SAFETY: the array is as long as said, and any bytes are valid words.
-        let bytes = unsafe { core::slice::from_raw_parts_mut(messages.as_mut_ptr().cast::<u8>(), wanted * 32) };
-        let got = match read(&self.0, bytes) {
-            Ok(got) => got / 32,
-            Err(Errno(libc::EAGAIN)) => 0,
-            Err(errno) => return Err(errno),
+    fn read_by(&self, messages: &mut [Message], read: impl FnOnce(&Fd, &mut [u8]) -> Result<usize>) -> Result<usize> {
+        // SAFETY: the messages are the slice's, and any bytes are a valid message.
+        let bytes = unsafe {
+            core::slice::from_raw_parts_mut(messages.as_mut_ptr().cast::<u8>(), core::mem::size_of_val(messages))
         };
-        for (event, words) in events.iter_mut().zip(&messages[..got]) {
-            *event = match words[0].to_ne_bytes()[0] {
-                EVENT_PAGEFAULT => {
-                    Event::PageFault { addr: words[2], write: words[1] & 1 != 0, thread: words[3] as u32 as i32 }
-                }
-                EVENT_REMOVE => Event::Remove(Range { start: words[1], end: words[2] }),
-                EVENT_UNMAP => Event::Unmap(Range { start: words[1], end: words[2] }),
-                EVENT_REMAP => Event::Remap {
-                    from: Range { start: words[1], end: words[1].saturating_add(words[3]) },
-                    to: words[2],
-                },
-                EVENT_FORK => {
-                    let bytes = words[1].to_ne_bytes();
-                    Event::Fork(i32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
-                }
-                other => Event::Other(other),
-            };
+        match read(&self.0, bytes) {
+            Ok(got) => Ok(got / size_of::<Message>()),
+            Err(Errno(libc::EAGAIN)) => Ok(0),
+            Err(errno) => Err(errno),
         }
-        Ok(got)
     }
 }
 

@@ -43,20 +43,13 @@ pub(crate) fn before_move(range: Range) -> Result<()> {
 /// Makes a call of the program's that discards `range`, with the mapping lock held.
 ///
 /// The kernel lets the caller go when the daemon has *heard* of the discard. So wait until it has obeyed: no page of the
-/// range is out any more. Should it die in between, its successor finds the range here, and obeys when the call is done: one
-/// that fails leaves what it did not come to.
+/// range is out any more.
 pub(crate) fn discarding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Result<T> {
-    let Some(residency) = residency().filter(|_| !range.is_empty()) else { return call() };
-    // Not 0 if a signal handler has come into another.
-    let (outer, outer_is_done) = residency.head().set_discarding(range, false);
     let result = call();
-    if result.is_ok() {
-        residency.head().set_discarding(range, true);
-    }
     let mut turn = 0;
     // A child that a signal handler forked meanwhile goes on here, too, and has no table.
     while result.is_ok()
-        && let Some(residency) = self::residency()
+        && let Some(residency) = residency()
         && residency.head().evicted.load(Ordering::Acquire) > 0
         && residency.has(range, EVICTED)
     {
@@ -66,9 +59,6 @@ pub(crate) fn discarding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> R
         } else {
             let _ = pagefold_os::fd::poll(&mut [], 1);
         }
-    }
-    if let Some(residency) = self::residency() {
-        residency.head().set_discarding(outer, outer_is_done);
     }
     result
 }

@@ -4,7 +4,7 @@
 //! before the answer allows its first eviction. A process that cannot be kept or served is refused, and keeps its memory.
 
 use super::agent_connection::AgentConnection;
-use super::client::{Client, ClientDescriptors, Identity};
+use super::client::{Client, ClientDescriptors, Identity, event_journal};
 use super::group::Group;
 use super::handover::deposit::deposit_client;
 use super::handover::keeper::ensure_keeper;
@@ -86,7 +86,8 @@ fn attach(
     // The descriptor is new: UFFDIO_API was not yet called on it.
     let is_bare = ready.a == 1;
     enable(&descriptors.uffd, is_bare)?;
-    let new = Client::new(who, descriptors, group.prefetcher.clone(), group.pending_children.clone())?;
+    let journal = event_journal::create()?;
+    let new = Client::new(who, descriptors, journal, group.prefetcher.clone(), group.pending_children.clone())?;
     let known = match find_known(group, &new) {
         // Its agent never heard that it was a client, and has registered nothing with the earlier descriptor.
         Some(client) if is_bare => {
@@ -186,7 +187,6 @@ fn add(tiers: &Tiers, group: &Arc<Group>, mut new: Client) -> Result<Arc<Client>
 fn poison_earlier(new: &Client) {
     let head = new.table.head();
     let _ = head.owner.compare_exchange(OWNER_DAEMON, 0, Ordering::AcqRel, Ordering::Relaxed);
-    head.end_move();
     if head.evicted.load(Ordering::Relaxed) > 0 && new.take_owner_lock(POISON_LOCK_US) {
         let lost = poison_evicted(&new.uffd, &new.table);
         new.table.unlock();

@@ -14,7 +14,6 @@
 
 mod events;
 mod hints;
-mod journal;
 mod owner_lock;
 mod wakings;
 
@@ -87,10 +86,8 @@ pub struct Head {
     pub evicted: AtomicU64,
     /// Pages that were lost: an access raises SIGBUS.
     pub lost: AtomicU64,
-    /// The range that a call of the program is discarding; see [`Head::discarding`].
-    discard_start: AtomicU64,
-    /// Its end, 0 if there is none; with a flag once the kernel has discarded it.
-    discard_end: AtomicU64,
+    /// Unused: the words after it keep their places.
+    _unused: [AtomicU64; 2],
     /// Number of the next hint; the program's threads count it up.
     pub hint_next: AtomicU32,
     /// Changes after each hint: the daemon sleeps on this word.
@@ -112,15 +109,21 @@ pub struct Head {
     /// Pages that a raw mremap(2) moved while they were evicted, and that are not at their new address yet: no state shows
     /// them.
     pub moving_pages: AtomicU32,
-    /// An mremap(2) that the daemon is entering; see [`Head::begun_move`].
-    move_start: AtomicU64,
-    /// Its end, 0 if there is none.
-    move_end: AtomicU64,
-    /// Its target, with a flag.
-    move_to: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Head>() <= PAGE_SIZE);
+
+impl Head {
+    /// Daemon: there is room for `pages` more pages below the client's memory limit.
+    pub fn set_headroom(&self, pages: u64) {
+        self.headroom.store(pages.saturating_add(1), Ordering::Release);
+    }
+
+    /// Pages for which there is room, as far as is known.
+    pub fn headroom(&self) -> u64 {
+        self.headroom.load(Ordering::Acquire).wrapping_sub(1)
+    }
+}
 
 /// A mapped residency map.
 #[derive(Clone, Copy, Debug)]

@@ -3,8 +3,9 @@
 //! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that the agent did not see (`fork`). All of
 //! that is obeyed before any fault of the same batch is served.
 
+use super::event_journal::EVENTS;
 use super::{Client, LOST_MAX, PAGE, Pending, Served, Service};
-use pagefold_os::uffd::{self, Event};
+use pagefold_os::uffd::Event;
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched};
 use pagefold_protocol::message::FETCH_PAGES_MAX;
 use pagefold_protocol::residency_map::{DISCARDED, EVICTED, FROZEN, RESIDENT};
@@ -13,8 +14,6 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Events read before the thread looks at anything else.
-const EVENTS: usize = uffd::EVENTS_MAX;
 /// In place of an address under which the tier has a page: it has none.
 const NOWHERE: u64 = !(PAGE - 1);
 /// The tier has pages that are awaited under where they are awaited, and so much further on, where no memory can be.
@@ -25,33 +24,62 @@ const MOVED_TRIES: u32 = 1000;
 impl Client {
     /// Reads what events there are, obeys those that take pages away, and keeps the faults.
     pub(crate) fn read_events(&self, service: &mut Service, tier: &Tier) -> usize {
-        let mut events = [Event::Other(0); EVENTS];
-        let got = self.uffd.read_events(&mut events).unwrap_or(0);
-        let events = &events[..got];
+        let got = service.journal.read(&self.uffd);
+        let now = sched::quick_monotonic_ns();
         // What takes pages away comes first: the kernel delivers faults before it, and they wait anyway.
-        for event in events {
-            match *event {
-                Event::Remove(range) | Event::Unmap(range) => self.forget(service, tier, range),
-                Event::Remap { from, to } => self.moved(service, tier, from, to),
-                Event::Fork(fd) => self.forked(service, tier, fd),
-                Event::PageFault { .. } | Event::Other(_) => {}
+        for is_fault in [false, true] {
+            for place in 0..got {
+                match service.journal.event(place) {
+                    Some(Event::PageFault { addr, write, thread }) if is_fault => {
+                        note_fault(service, addr & !(PAGE - 1), write, thread, now);
+                        service.journal.remove(place);
+                    }
+                    Some(Event::PageFault { .. }) | None => {}
+                    Some(event) => self.obey_event(service, tier, place, event),
+                }
             }
         }
         if got > 0 {
             self.tell_moving(service);
         }
-        let now = sched::quick_monotonic_ns();
-        for event in events {
-            if let Event::PageFault { addr, write, thread } = *event {
-                let addr = addr & !(PAGE - 1);
-                service.faulter = thread;
-                match service.pending.iter_mut().find(|other| other.addr == addr) {
-                    Some(other) => other.write |= write,
-                    None => service.pending.push(Pending { addr, write, since_ns: now, want: 0 }),
+        got
+    }
+
+    /// Obeys what a daemon before us had read and not obeyed.
+    pub(crate) fn obey_left(&self, service: &mut Service, tier: &Tier) {
+        for place in 0..EVENTS {
+            match service.journal.event(place) {
+                None => {}
+                // Its descriptor died with its reader.
+                Some(Event::Fork(_)) => {
+                    if self.lacks_pages(service) {
+                        eprintln!(
+                            "pagefold: {} ({}): a child that it forked as the daemon was killed may read zeros: end it",
+                            self.name, self.pid
+                        );
+                    }
+                    service.journal.remove(place);
                 }
+                Some(event) => self.obey_event(service, tier, place, event),
             }
         }
-        got
+    }
+
+    /// Obeys the event at `place` of the journal, and removes it. A fault asks for nothing here.
+    pub(crate) fn obey_event(&self, service: &mut Service, tier: &Tier, place: usize, event: Event) {
+        match event {
+            Event::Remove(range) | Event::Unmap(range) => self.forget(service, tier, range),
+            Event::Remap { from, to } => self.moved(service, tier, place, from, to),
+            Event::Fork(fd) => self.forked(service, tier, place, fd),
+            Event::PageFault { .. } | Event::Other(_) => {}
+        }
+        service.journal.remove(place);
+    }
+
+    /// Whether pages of the client are out, in the agent's hands, or on the move.
+    pub(crate) fn lacks_pages(&self, service: &Service) -> bool {
+        let everything = Range { start: 0, end: u64::MAX >> 1 };
+        service.is_moving() || self.table.has(everything, EVICTED) || self.table.has(everything, FROZEN)
     }
 
     /// Tells the agent how many pages are on the move.
@@ -77,31 +105,22 @@ impl Client {
         }
     }
 
-    /// The pages of `from` are at `to` now; those that are out must come in there.
-    pub(crate) fn moved(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
-        let head = self.table.head();
+    /// The pages of `from` are at `to` now; those that are out must come in there. The event is at `place` of the journal.
+    fn moved(&self, service: &mut Service, tier: &Tier, place: usize, from: Range, to: u64) {
         // First: a thread that sees the pages as not evicted must also see this.
-        head.moving_pages.fetch_add(1, Ordering::SeqCst);
-        head.begin_move(from, to, false);
-        // Whatever was known of the target's addresses is of an earlier mapping.
-        self.forget(service, tier, Range { start: to, end: to.saturating_add(from.len()) });
-        self.take_along(service, tier, from, to);
-    }
-
-    /// Does what a daemon before us had left to do of an mremap(2).
-    pub(crate) fn finish_move(&self, service: &mut Service, tier: &Tier) {
-        match self.table.head().begun_move() {
-            None => {}
-            Some((from, to, true)) => self.take_along(service, tier, from, to),
-            Some((from, to, false)) => self.moved(service, tier, from, to),
+        self.table.head().moving_pages.fetch_add(1, Ordering::SeqCst);
+        // Whatever was known of the target's addresses is of an earlier mapping; not of what is taken along.
+        if !service.journal.is_cleared(place) {
+            self.forget(service, tier, Range { start: to, end: to.saturating_add(from.len()) });
+            service.journal.set_cleared(place);
         }
+        self.take_along(service, tier, from, to);
     }
 
     /// What is out of `from` is awaited at `to`. Each step is one that may have been done before: a successor does all of
     /// them again, and finds what is awaited in the tier.
     fn take_along(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
         let new = |addr: u64| to + (addr - from.start);
-        self.table.head().begin_move(from, to, true);
         // The page was being evicted when mremap(2) moved it, so the agent does not know its new address and drops its copy.
         // The new address must never read zeros. A page that the agent had put back has moved along and is intact. An agent
         // freezes no more pages than this at a time, whatever its residency map claims.
@@ -143,7 +162,6 @@ impl Client {
                 }
             }
         });
-        self.table.head().end_move();
     }
 
     /// What a daemon before us had not brought in yet where it was moved.
@@ -208,6 +226,15 @@ impl Client {
     }
 }
 
+/// Keeps a fault to be served.
+fn note_fault(service: &mut Service, addr: u64, write: bool, thread: i32, now: u64) {
+    service.faulter = thread;
+    match service.pending.iter_mut().find(|other| other.addr == addr) {
+        Some(other) => other.write |= write,
+        None => service.pending.push(Pending { addr, write, since_ns: now, want: 0 }),
+    }
+}
+
 /// Takes the entries of `range` away.
 fn take_range(map: &mut BTreeMap<u64, u64>, range: Range) -> Vec<(u64, u64)> {
     if range.is_empty() {
@@ -227,11 +254,11 @@ fn awaited_at(to: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{FORKING, own};
+    use super::super::tests::{FORKING, moved, own, successor};
     use super::*;
     use pagefold_os::mem::Mapping;
     use pagefold_os::sync::lock;
-    use pagefold_os::uffd::Uffd;
+    use pagefold_os::uffd;
     use pagefold_os::{Page, fd};
     use pagefold_protocol::residency_map;
 
@@ -456,31 +483,22 @@ mod tests {
                 first.table.set_state(page_at(number), EVICTED);
             }
             first.table.set_state(page_at(2), FROZEN);
-            let successor = |client: Client| {
-                let who =
-                    crate::cold::client::Identity { client_id: client.client_id, token: 1, pid: client.pid, uid: 0 };
-                let handed = crate::cold::client::ClientDescriptors {
-                    uffd: Uffd::from_fd(client.uffd.fd().duplicate().unwrap()),
-                    table: client.table_fd.duplicate().unwrap(),
-                    pagemap: client.pagemap.duplicate().unwrap(),
-                };
-                let next =
-                    Client::new(who, handed, client.prefetcher.clone(), client.pending_children.clone()).unwrap();
-                assert!(next.reconcile(&tier));
-                next
-            };
-            first.moved(&mut lock(&first.service), &tier, Range::pages_from(page_at(1), 2), way);
-            let second = successor(first);
+            moved(&first, &tier, Range::pages_from(page_at(1), 2), way);
+            let second = successor(first, &tier);
             let moves = [(Range::pages_from(page_at(0), 1), to), (Range::pages_from(way, 2), to + PAGE)];
             let [one, two] = moves;
-            second.moved(&mut lock(&second.service), &tier, one.0, one.1);
+            moved(&second, &tier, one.0, one.1);
             if is_obeyed {
-                second.moved(&mut lock(&second.service), &tier, two.0, two.1);
+                moved(&second, &tier, two.0, two.1);
             } else {
-                second.table.head().begin_move(two.0, two.1, is_cleared);
+                let journal = &mut lock(&second.service).journal;
+                journal.put(3, Event::Remap { from: two.0, to: two.1 }.into());
+                if is_cleared {
+                    journal.set_cleared(3);
+                }
             }
-            let third = successor(second);
-            assert_eq!(third.table.head().begun_move(), None);
+            let third = successor(second, &tier);
+            assert!((0..EVENTS).all(|place| lock(&third.service).journal.event(place).is_none()));
             third.bring_moved(&mut lock(&third.service), &tier);
             assert!(!lock(&third.service).is_moving() && tier.stats().pages == 0);
             // SAFETY: there, mapped and ours.
@@ -546,7 +564,7 @@ mod tests {
         let mut service = lock(&client.service);
         for turn in 1..3 {
             client.set(from.start, from.end, EVICTED);
-            client.moved(&mut service, &tier, from, turn << 41);
+            client.obey(&mut service, &tier, &[Event::Remap { from, to: turn << 41 }]);
             assert_eq!(service.moving.len() as u64, LOST_MAX);
         }
     }
@@ -564,7 +582,7 @@ mod tests {
         let (copied, _) = unsafe { client.uffd.copy(page_at(3), [7u8; PAGE_SIZE].as_ptr() as u64, PAGE, 0) };
         assert_eq!(copied, PAGE);
         let mut service = lock(&client.service);
-        client.moved(&mut service, &tier, Range::pages_from(page_at(0), 2), page_at(2));
+        client.obey(&mut service, &tier, &[Event::Remap { from: Range::pages_from(page_at(0), 2), to: page_at(2) }]);
         assert_eq!([0, 1].map(|number| client.table.state(page_at(number))), [DISCARDED; 2], "they would be put back");
         client.bring_moved(&mut service, &tier);
         assert!(!service.is_moving());

@@ -40,9 +40,7 @@ impl Client {
             // No event announces when a moved page can be brought in: the thread that moved it may have to run first.
             let waiting = {
                 let service = lock(&self.service);
-                !service.pending.is_empty()
-                    || service.is_moving()
-                    || self.table.head().discarding().is_some_and(|(_, is_done)| is_done)
+                !service.pending.is_empty() || service.is_moving()
             };
             let ready = fd::poll(&mut polls, if waiting { 1 } else { group.awake.pause_ms(500) });
             if ready == Ok(0) {
@@ -135,7 +133,6 @@ impl Client {
         }
         let got = self.read_events(&mut service, tier);
         served += got;
-        self.obey_void(&mut service, tier, false);
         self.bring_moved(&mut service, tier);
         let mut waiting = std::mem::take(&mut service.pending);
         let count = waiting.len();

@@ -204,16 +204,17 @@ fn made(fd: i32) -> Uffd {
 
 impl Client {
     /// The program forked by a call that its agent did not see.
-    pub(crate) fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
-        let Service { moving, cluster, .. } = service;
-        let page = &mut cluster[0];
+    pub(crate) fn forked(&self, service: &mut Service, tier: &Tier, place: usize, fd: i32) {
         let child = made(fd);
-        let everything = Range { start: 0, end: u64::MAX >> 1 };
         // It lacks nothing: the keeper need not be asked to have it.
-        if moving.is_empty() && !self.table.has(everything, EVICTED) && !self.table.has(everything, FROZEN) {
+        if !self.lacks_pages(service) {
             return;
         }
         let mut family = Family::of(child, &self.pending_children);
+        // The keeper has it: a successor need not know more.
+        service.journal.remove(place);
+        let Service { moving, cluster, .. } = service;
+        let page = &mut cluster[0];
         let mut give = |was: u64, from: u64| {
             if family.children.is_empty() || family.is_left_alone() {
                 return;

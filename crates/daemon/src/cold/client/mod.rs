@@ -14,11 +14,12 @@
 //!
 //! So no entry is discarded that a page will be asked for.
 //!
-//! `serve` is the thread; it has `events` read and obeyed and `faults` answered, both of which let pages in by
-//! `copy_in`; `fork` gives children theirs. `reconcile` is what comes before, where a daemon died.
+//! `serve` is the thread; it has `events` read into the `event_journal` and obeyed, and `faults` answered, both of which
+//! let pages in by `copy_in`; `fork` gives children theirs. `reconcile` is what comes before, where a daemon died.
 
 pub(crate) mod ages;
 mod copy_in;
+pub(crate) mod event_journal;
 mod events;
 mod fault_thread;
 pub(crate) mod faults;
@@ -35,6 +36,7 @@ use crate::cold::prefetcher::Prefetcher;
 use crate::memory_limits::MemoryLimits;
 use crate::waits::PastCounts;
 use ages::EvictionState;
+use event_journal::EventJournal;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
 use pagefold_os::sync::lock;
@@ -74,6 +76,8 @@ pub(crate) struct Pending {
 
 /// What is being served of a client.
 pub(crate) struct Service {
+    /// Events that were read and are not obeyed yet; empty while `service` is not locked.
+    journal: EventJournal,
     /// Faults that wait.
     pending: Vec<Pending>,
     /// The thread that faulted last, by its number in its own pid namespace.
@@ -134,6 +138,8 @@ pub(crate) struct Client {
     _map: Mapping,
     pub table_fd: Fd,
     pub pagemap: Fd,
+    /// The file of the journal of events.
+    pub journal_fd: Fd,
     pub tolerance_ppm: AtomicU64,
     pub service: Mutex<Service>,
     /// Threads that wait for `service` beside the client's own.
@@ -201,13 +207,14 @@ pub(crate) enum Served {
 }
 
 impl Client {
-    /// Takes what a client handed over.
+    /// Takes what a client handed over, and the file of its journal of events.
     ///
     /// # Errors
-    /// `EPROTO` if its table is none.
+    /// `EPROTO` if its table or the journal is none.
     pub(crate) fn new(
         who: Identity,
         handed: ClientDescriptors,
+        journal_fd: Fd,
         prefetcher: Arc<Prefetcher>,
         pending_children: Arc<PendingChildren>,
     ) -> Result<Client, Errno> {
@@ -228,6 +235,7 @@ impl Client {
         if !table.is_valid() {
             return Err(Errno(libc::EPROTO));
         }
+        let journal = EventJournal::of(&journal_fd)?;
         let wakings = if len < residency_map::FILE_BYTES_WITH_WAKINGS as u64 {
             Wakings::default()
         } else {
@@ -247,8 +255,10 @@ impl Client {
             _map: map,
             table_fd,
             pagemap,
+            journal_fd,
             tolerance_ppm: AtomicU64::new(0),
             service: Mutex::new(Service {
+                journal,
                 pending: Vec::new(),
                 faulter: 0,
                 moving: BTreeMap::new(),
@@ -338,7 +348,19 @@ impl Client {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use pagefold_os::uffd;
+    use pagefold_os::uffd::{self, Event};
+
+    impl Client {
+        /// Obeys `events` as if they had been read.
+        pub(crate) fn obey(&self, service: &mut Service, tier: &Tier, events: &[Event]) {
+            for (place, event) in events.iter().enumerate() {
+                service.journal.put(place, (*event).into());
+            }
+            for (place, event) in events.iter().enumerate() {
+                self.obey_event(service, tier, place, *event);
+            }
+        }
+    }
 
     /// A fork waits for every reader of this process's fork events, and each of them sees it: one at a time, whatever it
     /// is for.
@@ -369,7 +391,24 @@ pub(crate) mod tests {
         uffd.register(Range::pages_from(memory.addr(), pages), uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
         let who = Identity { client_id: 1, token: 1, pid: std::process::id() as i32, uid: 0 };
         let pending_children = Arc::new(PendingChildren::new(Arc::default()));
-        Some((Client::new(who, handed(uffd).0, Arc::new(Prefetcher::new().0), pending_children).unwrap(), memory))
+        let journal = event_journal::create().unwrap();
+        let prefetcher = Arc::new(Prefetcher::new().0);
+        Some((Client::new(who, handed(uffd).0, journal, prefetcher, pending_children).unwrap(), memory))
+    }
+
+    /// The client as the next daemon takes it over from the keeper.
+    pub(crate) fn successor(dead: Client, tier: &Tier) -> Client {
+        let copy = |fd: &Fd| fd.duplicate().unwrap();
+        let handed = ClientDescriptors {
+            uffd: Uffd::from_fd(copy(dead.uffd.fd())),
+            table: copy(&dead.table_fd),
+            pagemap: copy(&dead.pagemap),
+        };
+        let who = Identity { client_id: dead.client_id, token: dead.token, pid: dead.pid, uid: dead.uid };
+        let (prefetcher, children) = (dead.prefetcher.clone(), dead.pending_children.clone());
+        let next = Client::new(who, handed, copy(&dead.journal_fd), prefetcher, children).unwrap();
+        assert!(next.reconcile(tier));
+        next
     }
 
     /// The descriptor of a process that is no more.
@@ -399,7 +438,7 @@ pub(crate) mod tests {
 
     /// What an event of mremap(2) does.
     pub(crate) fn moved(client: &Client, tier: &Tier, from: Range, to: u64) {
-        client.moved(&mut lock(&client.service), tier, from, to);
+        client.obey(&mut lock(&client.service), tier, &[Event::Remap { from, to }]);
     }
 
     /// The page that was out at `from` is awaited at `to`, and cannot have been brought in yet.

@@ -1,17 +1,13 @@
 //! Tier, residency map and memory are made to agree, after another daemon's death or an agent's new greeting.
 
 use super::events::AWAITED;
-use super::{Client, PAGE, Service};
+use super::{Client, PAGE};
 use pagefold_os::sync::lock;
-use pagefold_os::{Range, pagemap, sched};
+use pagefold_os::{Range, pagemap};
 use pagefold_protocol::residency_map::{self, EVICTED, OWNER_DAEMON};
 use pagefold_tier::Tier;
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
-
-/// A discard that is under way is waited for so long, in nanoseconds: one that fails leaves what it did not come to.
-const VOID_NS: u64 = 100_000_000;
 
 impl Client {
     /// Makes books and world agree after another daemon's death or an agent's new greeting: what that one began is void.
@@ -29,17 +25,8 @@ impl Client {
         head.epoch.fetch_add(1, Ordering::SeqCst);
         // Before any event: those are of what was moved by then.
         self.find_moving(&mut service, tier);
-        self.finish_move(&mut service, tier);
-        let patience = sched::quick_monotonic_ns() + VOID_NS;
-        loop {
-            // A discarding thread waits until its event is read.
-            self.read_events(&mut service, tier);
-            let is_late = sched::quick_monotonic_ns() > patience;
-            if self.obey_void(&mut service, tier, is_late) || is_late {
-                break;
-            }
-            std::thread::sleep(Duration::from_micros(100));
-        }
+        self.obey_left(&mut service, tier);
+        self.read_events(&mut service, tier);
         self.find_present(tier);
         // The old names of those that could get no other.
         let awaited: HashSet<u64> = service.moving.values().map(|at| at / PAGE).collect();
@@ -63,16 +50,6 @@ impl Client {
         drop(service);
         self.wake_all();
         true
-    }
-
-    /// A discard of the program's, of which the event may have died with its reader, is obeyed when it is done, or when it
-    /// is `late`; false if one is under way that is not done.
-    pub(crate) fn obey_void(&self, service: &mut Service, tier: &Tier, late: bool) -> bool {
-        let Some((range, is_done)) = self.table.head().discarding() else { return true };
-        if is_done || late {
-            self.forget(service, tier, range);
-        }
-        is_done
     }
 
     /// Pages that were copied in, but not yet called resident, by a daemon that died. Those of which the kernel does not
@@ -118,52 +95,78 @@ impl Client {
 
 #[cfg(test)]
 mod tests {
-    use super::super::faults::ReadAhead;
-    use super::super::tests::own;
+    use super::super::event_journal::EVENTS;
+    use super::super::tests::{own, successor};
     use super::*;
-    use pagefold_os::{PAGE_SIZE, uffd};
+    use pagefold_os::uffd::{self, Event};
+    use pagefold_os::{PAGE_SIZE, fd, mem};
+    use pagefold_protocol::residency_map::RESIDENT;
 
-    /// A daemon dies while the program discards two pages, and the kernel refuses the second: it is sealed, say.
-    #[test]
-    fn a_discard_that_fails_takes_no_more_than_the_kernel_did() {
-        let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMOVE, 2) else { return };
-        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
-        let pages = [memory.addr(), memory.addr() + PAGE];
-        for addr in pages {
-            tier.store(client.client_id, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
-            client.table.find_or_add(addr).unwrap();
-            client.table.set_state(addr, EVICTED);
-        }
-        let both = Range::pages_from(pages[0], 2);
-        client.table.head().set_discarding(both, false);
-        std::thread::scope(|scope| {
-            let fails = scope.spawn(|| {
-                // SAFETY: the page lies in this test's mapping, and no reference to it exists.
-                let _ = unsafe { pagefold_os::mem::advise(pages[0], PAGE, libc::MADV_DONTNEED) };
-                client.table.head().set_discarding(Range { start: 0, end: 0 }, false);
-            });
-            assert!(client.reconcile(&tier));
-            while !fails.is_finished() {
-                client.serve(&tier, &mut ReadAhead::default());
-            }
-        });
-        let is_out = |addr| client.table.state(addr) == EVICTED && tier.contains(client.client_id, addr / PAGE);
-        assert_eq!(pages.map(is_out), [false, true]);
+    fn tier() -> Tier {
+        Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap()
     }
 
-    /// Its event has died with its reader.
+    fn evict(client: &Client, tier: &Tier, addr: u64, byte: u8) {
+        tier.store(client.client_id, addr / PAGE, &[byte; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+        client.table.find_or_add(addr).unwrap();
+        client.table.set_state(addr, EVICTED);
+    }
+
+    /// Reads the event of `call`, and dies.
+    fn read_and_die(client: &Client, call: impl FnOnce() + Send) {
+        std::thread::scope(|scope| {
+            let calls = scope.spawn(call);
+            let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+            assert_eq!(fd::poll(&mut polls, 60_000), Ok(1), "no event");
+            assert_eq!(lock(&client.service).journal.read(&client.uffd), 1);
+            // The kernel lets it go on.
+            calls.join().unwrap();
+        });
+    }
+
     #[test]
-    fn a_discard_that_is_done_is_obeyed() {
+    fn a_discard_that_a_dead_daemon_had_read_is_obeyed() {
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMOVE, 2) else { return };
+        let (tier, pages) = (tier(), [memory.addr(), memory.addr() + PAGE]);
+        pages.iter().for_each(|addr| evict(&client, &tier, *addr, 7));
+        read_and_die(&client, || {
+            // SAFETY: the page lies in this test's mapping, and no reference to it exists.
+            unsafe { mem::advise(pages[0], PAGE, libc::MADV_DONTNEED) }.unwrap();
+        });
+        assert_eq!(client.table.state(pages[0]), EVICTED, "it had obeyed");
+        let client = successor(client, &tier);
+        assert_eq!(pages.map(|addr| client.table.state(addr)), [RESIDENT, EVICTED]);
+        assert_eq!(pages.map(|addr| tier.contains(client.client_id, addr / PAGE)), [false, true]);
+        assert!((0..EVENTS).all(|place| lock(&client.service).journal.event(place).is_none()));
+    }
+
+    #[test]
+    fn a_move_that_a_dead_daemon_had_read_is_obeyed() {
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMAP, 2) else { return };
+        let target = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
+        let (tier, from) = (tier(), memory.addr() + PAGE);
+        evict(&client, &tier, from, 7);
+        read_and_die(&client, || {
+            // SAFETY: the page moves to a mapping of this test's, and no reference to either exists.
+            unsafe { mem::remap(from, PAGE, PAGE, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, target.addr()) }.unwrap();
+        });
+        let client = successor(client, &tier);
+        client.bring_moved(&mut lock(&client.service), &tier);
+        assert!(!lock(&client.service).is_moving());
+        // SAFETY: there, mapped and ours.
+        assert_eq!(unsafe { target.as_ptr().read_volatile() }, 7);
+    }
+
+    /// The number of its descriptor was the dead daemon's.
+    #[test]
+    fn a_fork_that_a_dead_daemon_had_read_closes_nothing_of_its_successors() {
         let Some((client, memory)) = own(0, 1) else { return };
-        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
-        let page = Range::pages_from(memory.addr(), 1);
-        client.table.find_or_add(page.start).unwrap();
-        client.table.set_state(page.start, EVICTED);
-        client.table.head().set_discarding(page, false);
-        client.serve(&tier, &mut ReadAhead::default());
-        let under_way = client.table.state(page.start);
-        client.table.head().set_discarding(page, true);
-        client.serve(&tier, &mut ReadAhead::default());
-        assert_eq!((under_way, client.table.state(page.start)), (EVICTED, residency_map::RESIDENT));
+        let tier = tier();
+        evict(&client, &tier, memory.addr(), 7);
+        let ours = client.pagemap.duplicate().unwrap();
+        lock(&client.service).journal.put(5, Event::Fork(ours.raw()).into());
+        let client = successor(client, &tier);
+        assert!(lock(&client.service).journal.event(5).is_none());
+        assert!(pagefold_os::pagemap::is_one(&ours));
     }
 }

@@ -5,7 +5,7 @@
 
 use super::keeper::ensure_keeper;
 use super::records::{ARENA, CLIENT, forget};
-use crate::cold::client::{Client, ClientDescriptors, Identity};
+use crate::cold::client::{Client, ClientDescriptors, Identity, event_journal};
 use crate::cold::threads;
 use crate::cold::tiers::Tiers;
 use crate::domain_key::{DomainKey, UNNAMED_DOMAIN};
@@ -162,6 +162,8 @@ fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             fds => fds.unwrap_or_default(),
         };
+        // Daemons of before the journal left three.
+        let journal = (fds.len() == 4).then(|| fds.remove(3));
         if fds.len() != 3 {
             continue;
         }
@@ -173,7 +175,8 @@ fn adopt_arena(tiers: &Tiers, keeper: &Keeper, name: &str, names: &[String], end
             continue;
         }
         let handed = ClientDescriptors { uffd, table, pagemap };
-        match Client::new(who, handed, group.prefetcher.clone(), group.pending_children.clone()) {
+        let journal = journal.map_or_else(event_journal::create, Ok)?;
+        match Client::new(who, handed, journal, group.prefetcher.clone(), group.pending_children.clone()) {
             Ok(client) => found.push(Arc::new(client)),
             Err(errno @ Errno(libc::ENOMEM | libc::EMFILE | libc::ENFILE)) => return Err(errno.into()),
             // Its table is none.

@@ -3,6 +3,7 @@
 use super::records::leave_with_service_manager as leave;
 use crate::cold::client::Client;
 use crate::cold::group::Group;
+use pagefold_os::fd::Fd;
 use pagefold_tier::keeper::Keeper;
 use std::io;
 
@@ -27,7 +28,8 @@ pub(crate) fn deposit_arena(group: &Group, keeper: &Keeper) {
 /// The keeper holds as much as it can, and a new client's pages would die with us. One that is gone is no error: it is
 /// replaced with the next greeting.
 pub(crate) fn deposit_client(group: &Group, keeper: &Keeper, client: &Client) -> io::Result<()> {
-    let fds = [client.uffd.fd().raw(), client.table_fd.raw(), client.pagemap.raw()];
+    let descriptors = [client.uffd.fd(), &client.table_fd, &client.pagemap, &client.journal_fd];
+    let fds = descriptors.map(Fd::raw);
     if let Err(error) = keeper.put(&group.name_of(client), &fds) {
         eprintln!("pagefold: the keeper does not take {} ({}): {error}", client.name, client.pid);
         if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EMFILE)) {

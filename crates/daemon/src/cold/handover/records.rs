@@ -11,7 +11,7 @@ pub(crate) const ARENA: &str = "arena";
 /// First word of the names of clients.
 pub(crate) const CLIENT: &str = "client";
 /// Most descriptors under one name: a client's.
-const DESCRIPTORS_MAX: usize = 3;
+const DESCRIPTORS_MAX: usize = 4;
 
 /// The name of the tier of domain `key`, in the group `group_id`.
 pub(crate) fn arena_name(group_id: u64, key: &DomainKey) -> String {
