@@ -217,8 +217,23 @@ fn machines(records: &[Record]) -> Vec<String> {
     names
 }
 
+/// The command without its number of rounds.
+fn without_rounds(command: &str) -> String {
+    let mut words = command.split(' ');
+    let mut kept = Vec::new();
+    while let Some(word) = words.next() {
+        if word == "--rounds" {
+            words.next();
+        } else {
+            kept.push(word);
+        }
+    }
+    kept.join(" ")
+}
+
 fn draw_figures(text: &mut String, part: &Part, records: &[Record]) -> Result<(), String> {
-    let mut commands = Vec::new();
+    // Of those that differ in the number of rounds alone, the last: each record has its own.
+    let mut commands = BTreeMap::new();
     text.push_str("\n|figure|machine|pagefold|peer|gain|verdict|record|\n|---|---|---|---|---|---|---|\n");
     for figure in &part.figure {
         let before = text.len();
@@ -226,7 +241,8 @@ fn draw_figures(text: &mut String, part: &Part, records: &[Record]) -> Result<()
             let Some(measured) = figure.measured(records, &machine) else { continue };
             let what = if text.len() == before { figure.what.as_str() } else { "" };
             let gain = measured.gain(figure.better);
-            commands.push(measured.record.command.as_str());
+            let command = measured.record.command.as_str();
+            commands.insert(without_rounds(command), command);
             let _ = writeln!(
                 text,
                 "|{what}|{}|{}|{}|{}|{}|[{}](../bench/record/{machine}/{}.json)|",
@@ -243,8 +259,7 @@ fn draw_figures(text: &mut String, part: &Part, records: &[Record]) -> Result<()
             return Err(format!("bench/figures.toml: no record has {:?} of bench {}", figure.what, figure.bench));
         }
     }
-    commands.sort_unstable();
-    commands.dedup();
+    let commands: Vec<&str> = commands.into_values().collect();
     let _ = write!(text, "\nCommands of these records:\n\n```text\n{}\n```\n", commands.join("\n"));
     Ok(())
 }
