@@ -6,7 +6,11 @@ mod common;
 
 use common::cold::Host;
 use common::{Daemon, Random, Reaped, Server, ask_until_done, c_program_with, skipped, wait_for};
+use pagefold_os::sock;
 use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
@@ -315,6 +319,91 @@ fn attached_programs_are_parked_and_keep_every_byte() {
         }
         assert!(host.cold(server.pid()).is_none());
     }
+}
+
+/// Programs to which no path of the daemon's leads: in another mount namespace, as in a container, and of a user that may
+/// not look into the directory of its socket.
+fn start_apart(program: &Path, host: &Host) -> [Server; 2] {
+    let mut elsewhere = Command::new("unshare");
+    let hide = "mount -t tmpfs none \"$0\" && exec \"$@\"";
+    elsewhere.args(["--mount", "sh", "-c", hide]).arg(host.dir.path());
+    let mut of_another_user = Command::new("env");
+    of_another_user.uid(65534).gid(65534);
+    [elsewhere, of_another_user].map(|command| Server::start_as("0", command, program))
+}
+
+/// Their agents reach each daemon after the one that entered by way of the keeper.
+#[test]
+fn programs_to_which_no_path_leads_follow_the_daemons() {
+    let Some(program) = program() else { return };
+    let mut host = Host::start(&["--cold-policy=manual"]);
+    let mut random = Random::by_clock();
+    for options in [&[][..], &["--cold"]] {
+        let mut servers = start_apart(program, &host);
+        servers.iter().for_each(|server| attach_to(&host, server, options));
+        for round in 0..3 {
+            for server in &mut servers {
+                server.check("write 2000");
+                park(&host, server, 1000);
+            }
+            if round == 1 {
+                let keeper = host.keeper_pid().expect("a keeper");
+                common::cold::kill(keeper);
+                wait_for("the next keeper", 60, || host.keeper_pid().is_some_and(|next| next != keeper));
+            }
+            host.replace_daemon(&["--cold-policy=manual"]);
+            for server in &mut servers {
+                work(server, &mut random);
+                server.check("write 2000");
+                // Only an agent that is connected evicts.
+                park(&host, server, 1000);
+                wait_for("all to be back", 60, || {
+                    host.tool(&["unpark", &server.pid().to_string()]).status.success()
+                        && host.number(server.pid(), "pages_out") == 0
+                });
+                server.check("check 1");
+            }
+        }
+        for server in &mut servers {
+            // An agent whose loan has ended greets again.
+            ask_until_done(|words| host.tool(words), &["detach", &server.pid().to_string()]);
+            server.check("check 1");
+        }
+    }
+    host.verify();
+}
+
+/// In another mount namespace any user may listen at the path that led to the daemon. The agent tells that process nothing.
+#[test]
+fn an_agent_does_not_greet_another_user() {
+    let Some(program) = program() else { return };
+    let mut host = Host::start(&[]);
+    let mut server = start(program, 0);
+    attach_to(&host, &server, &[]);
+    host.kill_daemon();
+    fs::remove_file(&host.socket).expect("the socket of the dead daemon");
+    let listener = sock::packet_socket().expect("a socket");
+    let (address, len) = sock::address(host.socket.as_os_str().as_bytes()).expect("an address");
+    let fd = listener.raw();
+    // SAFETY: the address lives across the call and is as long as said.
+    assert_eq!(unsafe { libc::bind(fd, (&raw const address).cast(), len) }, 0);
+    let mut command = Command::new("sleep");
+    command.arg("1000").uid(65534).gid(65534);
+    // The kernel remembers the user that listens.
+    // SAFETY: one system call, without memory.
+    let listens = unsafe {
+        command.pre_exec(move || if libc::listen(fd, 8) == 0 { Ok(()) } else { Err(io::Error::last_os_error()) })
+    };
+    let _other = Reaped(listens.spawn().expect("sleep"));
+    for _ in 0..2 {
+        let greeted = sock::accept(&listener).expect("the agent connects");
+        let (got, _) = sock::receive(&greeted, &mut [0; 64], 0).expect("the end");
+        assert_eq!(got, 0, "it greets another user");
+    }
+    fs::remove_file(&host.socket).expect("the socket");
+    host.restart_daemon(&[]);
+    wait_for("the agent to come back", 60, || host.status()["clients"][0]["pid"] == server.pid());
+    server.check("check 1");
 }
 
 /// What runs already and what comes later; what an operator detaches stays detached.

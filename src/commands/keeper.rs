@@ -16,7 +16,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     // The daemon that started us may be ended with all of its session: we are to outlive it.
     // SAFETY: takes nothing; fails harmlessly for the leader of a process group.
     unsafe { libc::setsid() };
-    let children = pagefold_daemon::ForkedChildren::new();
+    let children = pagefold_daemon::ForkedChildren::of_keeper(&args.socket);
     pagefold_tier::keeper::run(&args.socket, Some(&|socket| children.take(socket)))
         .map_err(|error| format!("keeper at {}: {error}", args.socket.display()))?;
     // Memory of children that live on is answered for, also when no daemon needs a keeper any more.

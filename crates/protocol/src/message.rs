@@ -31,7 +31,7 @@ pub const KEEPER_SUFFIX: &[u8] = b".keeper";
 #[repr(u32)]
 pub enum Op {
     /// Agent: begin a connection; `a` = flags, the domain's name in `text`. Carries the agent's pagemap, and with
-    /// [`HELLO_ATTACHED`] perhaps the end of a new socket for forked children.
+    /// [`HELLO_ATTACHED`] perhaps the keeper's end of a new socket between agent and keeper.
     Hello = 1,
     /// Daemon: answer to `Hello`. Carries the channel and, if the daemon has one, /dev/userfaultfd.
     Welcome = 2,
@@ -56,12 +56,15 @@ pub enum Op {
     /// Lend the anonymous memory to the cold tier (`a` = 1): stop watching it, and become a client of the tier as well. Or
     /// take it back (`a` = 0) if the tier did not accept the client; the tier ends an accepted one by `Leave`.
     Lend = 11,
-    /// Agent, on the socket for children: the program has forked. Carries the userfaultfd of the child's memory.
+    /// Agent to the keeper: the program has forked. Carries the userfaultfd of the child's memory.
     ForkedChild = 12,
     /// Hand the plain memory that is managed and large private mappings of files to the kernel's KSM (`a` = 1), or only the
     /// latter (`a` = 2): the answer's count is 1 if there are any. Or take back what was handed (`a` = 0): the count is 1 if
     /// there is more of it. Counted in [`AgentCounters::leftover_bytes`](crate::channel::AgentCounters).
     Leftover = 13,
+    /// Agent to the keeper, and keeper to the daemon as the first packet of a connection: carries the end of a new socket,
+    /// on which the agent greets. For programs that do not reach the daemon's socket by its path.
+    Connect = 14,
     /// Daemon, to the agent of a cold client: begin; `a` = epoch.
     ColdStart = 16,
     /// Copy these runs (list of [`RegionEntry`]) to the channel; the answer's list holds one byte per page.

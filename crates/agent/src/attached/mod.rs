@@ -6,22 +6,25 @@
 //! a mapping, because the daemon stops all of them for the length of that request. What the program said about its memory
 //! the kernel tells ([`vm_flags`](crate::address_space::vm_flags)).
 //!
-//! [`entered`](crate::entered) is where the thread begins; `children` hands forked children to the keeper; `c_functions`
-//! stands in for the C library.
+//! [`entered`](crate::entered) is where the thread begins; `children` hands forked children to the keeper by the
+//! `keeper_socket`; `c_functions` stands in for the C library.
 
 mod c_functions;
 mod children;
+mod keeper_socket;
 
-pub(crate) use children::{
-    adopt_child, begin as begin_children, new_socket as new_socket_for_children, socket as socket_for_children,
-};
+pub(crate) use children::adopt_child;
+pub(crate) use keeper_socket::{is_open as is_keeper_there, new as new_keeper_socket};
 
 use crate::owned_ranges::{self, Owned};
+use crate::runtime::connection::ACCEPT_MS;
 use crate::runtime::thread::exit_thread;
+use crate::state::read_settings;
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
+use pagefold_os::raw::Result;
 use pagefold_os::uffd::Uffd;
-use pagefold_os::{PAGE_SIZE, mem, syscall};
+use pagefold_os::{PAGE_SIZE, mem, sock, syscall};
 use pagefold_protocol::entry::{EntryPage, order};
 use pagefold_protocol::message::{HELLO_ATTACHED, Packet};
 
@@ -35,9 +38,33 @@ fn take(given: &AtomicI32) -> Option<Fd> {
     (fd >= 0).then(|| unsafe { Fd::from_raw(fd) })
 }
 
-/// The connection to the daemon that entered, once.
-pub(crate) fn take_socket() -> Option<Fd> {
-    take(&GIVEN_SOCKET)
+/// A connection to the daemon: at first the one to the daemon that entered. Later ones are by the path of its socket, or by
+/// way of the keeper.
+///
+/// # Errors
+/// As connect(2).
+pub(crate) fn connect() -> Result<Fd> {
+    if let Some(given) = take(&GIVEN_SOCKET) {
+        return Ok(given);
+    }
+    match sock::connect_within(read_settings().0, ACCEPT_MS) {
+        Ok(socket) if is_trusted(&socket) => Ok(socket),
+        _ => keeper_socket::connect(),
+    }
+}
+
+/// Whether the process at the other end may have the program's memory: it is of root, or of the program's user. Where the
+/// program sees other files than the daemon, any process may listen at the path.
+fn is_trusted(socket: &Fd) -> bool {
+    // SAFETY: the call takes no arguments.
+    let own = unsafe { syscall!(libc::SYS_geteuid) }.unwrap_or(0) as u32;
+    sock::peer(socket).is_ok_and(|peer| [0, own].contains(&peer.uid))
+}
+
+/// The agent's end of a new socket to the keeper, which has the other end.
+pub(crate) fn begin_keeper_socket(ours: Fd) {
+    keeper_socket::replace(ours);
+    children::send_waiting();
 }
 
 /// The userfaultfd that reports forks, which the daemon enabled, once.

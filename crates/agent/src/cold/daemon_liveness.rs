@@ -4,6 +4,7 @@
 //! The daemon does the same to evicted pages when it finds that the tier is gone.
 
 use super::session::{ColdSession, RESIDENCY};
+use crate::attached;
 use crate::runtime::connection::ACCEPT_MS;
 use crate::state::read_settings;
 use core::sync::atomic::Ordering;
@@ -53,7 +54,8 @@ impl DaemonLiveness {
             // A daemon also serves a client that cannot connect (a program with another root directory, or out of
             // descriptors).
             let beat = residency.head().heartbeat.load(Ordering::Acquire);
-            if beat != core::mem::replace(&mut self.beat, beat) || is_served(read_settings().0) {
+            let beats = beat != core::mem::replace(&mut self.beat, beat);
+            if beats || attached::is_keeper_there() || is_served(read_settings().0) {
                 self.alone_ns = 0;
             } else if self.alone_ns == 0 {
                 self.alone_ns = now;

@@ -8,7 +8,7 @@ use crate::address_space::list_clock::ListClock;
 use crate::address_space::maps::Maps;
 use crate::attached;
 use crate::owned_ranges::{self, Owned, OwnedMapping};
-use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, is_lasting, wait_for_answer};
+use crate::runtime::connection::{ANSWER_MS, is_lasting, wait_for_answer};
 use crate::state::{is_lent, read_settings};
 use core::sync::atomic::{AtomicU32, Ordering};
 use pagefold_os::fd::Fd;
@@ -35,8 +35,7 @@ impl From<Errno> for Failure {
 }
 
 pub(super) fn connect(cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
-    let socket = attached::take_socket().map_or_else(|| sock::connect_within(read_settings().0, ACCEPT_MS), Ok)?;
-    greet(socket, cold, phase)
+    greet(attached::connect()?, cold, phase)
 }
 
 /// Greets the daemon at `socket`; makes what is missing.
@@ -52,7 +51,9 @@ fn greet(socket: Fd, cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core:
     hello.text = *read_settings().1;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, ANSWER_MS)?;
-    send_hello(&socket, &hello, &pagemap, None)?;
+    // The thread of a loan has the one of live merging.
+    let to_keeper = if is_lent() { None } else { attached::new_keeper_socket()? };
+    send_hello(&socket, &hello, &pagemap, to_keeper.as_ref().map(|(_, theirs)| theirs))?;
     drop(pagemap);
     wait_for_answer(&socket, phase, -1, || ())?;
     let mut fds = receive_welcome(&socket)?;
@@ -88,6 +89,10 @@ fn greet(socket: Fd, cold: &mut Option<ColdSession>, phase: &AtomicU32) -> core:
     }
     let go = go?;
     cold.bare = false;
+    // The daemon has passed on the other end before it sent its welcome.
+    if let Some((ours, _)) = to_keeper {
+        attached::begin_keeper_socket(ours);
+    }
     RESIDENCY.store(cold.residency.base(), Ordering::Release);
     sock::set_timeout(&socket, 0)?;
     Ok(Connection { socket, channel, epoch: go.a as u32 })

@@ -12,8 +12,8 @@ use super::requests::end_if_asked;
 use super::session::ColdSession;
 use crate::runtime::connection::REFUSED_MS;
 use crate::runtime::housekeeping::exit_if_alone;
-use crate::runtime::thread::{begin_thread, exit_thread};
-use crate::state::{LOAN, LOAN_THREAD, SHARED};
+use crate::runtime::thread::{begin_thread, exit_thread, name_thread};
+use crate::state::{ATTACHED, LOAN, LOAN_THREAD, SHARED};
 use core::sync::atomic::{AtomicU32, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::sched;
@@ -39,7 +39,12 @@ pub(crate) fn lend(give_up: impl FnOnce() -> Result<()>) -> Result<()> {
 }
 
 extern "C" fn second_main() -> ! {
-    if begin_thread(c"pagefold-cold") {
+    const NAME: &core::ffi::CStr = c"pagefold-cold";
+    // In an attached program the table of descriptors is that of the agent's first thread, with its socket to the keeper and
+    // none of the program's.
+    let has_table = ATTACHED || begin_thread(NAME);
+    name_thread(NAME);
+    if has_table {
         serve_while(&LOAN);
     }
     LOAN.store(0, Ordering::Release);

@@ -13,7 +13,7 @@ use crate::address_space::rss_watch::RssWatch;
 use crate::attached;
 use crate::owned_ranges::hide;
 use crate::runtime::affinity::Affinity;
-use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
+use crate::runtime::connection::{ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
 use crate::runtime::housekeeping::exit_if_alone;
 use crate::state::{AGENT, ATTACHED, SHARED, is_lent, read_settings};
 use core::ffi::CStr;
@@ -80,8 +80,7 @@ fn open_files() -> Result<(Fd, Maps)> {
 ///
 /// `left` is what an earlier connection left: its hold is taken over, for merged ranges hang on it.
 pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
-    let (path, domain) = read_settings();
-    let socket = attached::take_socket().map_or_else(|| sock::connect_within(path, ACCEPT_MS), Ok)?;
+    let socket = attached::connect()?;
     let mut hello = Packet::new(Op::Hello);
     hello.a = if SHARED.all.load(Ordering::Relaxed) { message::HELLO_ALL } else { 0 };
     if SHARED.forked.load(Ordering::Relaxed) {
@@ -92,11 +91,11 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     if away {
         hello.a |= message::HELLO_LENT;
     }
-    hello.text = *domain;
+    hello.text = *read_settings().1;
     let files = open_files()?;
     sock::set_timeout(&socket, ANSWER_MS)?;
-    let children = attached::new_socket_for_children()?;
-    send_hello(&socket, &hello, &files.0, children.as_ref().map(|(_, theirs)| theirs))?;
+    let to_keeper = attached::new_keeper_socket()?;
+    send_hello(&socket, &hello, &files.0, to_keeper.as_ref().map(|(_, theirs)| theirs))?;
     let hold = left.as_ref().map_or(-1, |agent| agent.hold.fd().raw());
     wait_for_answer(&socket, &SHARED.phase, hold, || left.iter().for_each(Agent::serve_alone))?;
     let mut fds = receive_welcome(&socket)?;
@@ -114,8 +113,8 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
                 return Err(errno);
             }
             // The daemon has passed on the other end before it sent its welcome.
-            if let Some((ours, _)) = children {
-                attached::begin_children(ours);
+            if let Some((ours, _)) = to_keeper {
+                attached::begin_keeper_socket(ours);
             }
             Ok((agent, socket))
         }

@@ -50,9 +50,8 @@ impl Agent {
                 SHARED.changed();
             }
             let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
-            let mut polls = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 3];
-            (polls[0].fd, polls[1].fd) = (socket.raw(), self.hold.fd().raw());
-            (polls[2].fd, polls[2].events) = (attached::socket_for_children(), 0);
+            let mut polls =
+                [socket.raw(), self.hold.fd().raw()].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
             let ready = pagefold_os::fd::poll(&mut polls, pause_ms)?;
             let generation = SHARED.generation.load(Ordering::Acquire);
             self.counters().generation.store(generation, Ordering::Release);
@@ -70,10 +69,6 @@ impl Agent {
             }
             if ready == 0 {
                 continue;
-            }
-            // Children wait for the next keeper, and a greeting leads them there.
-            if polls[2].revents != 0 {
-                return Ok(());
             }
             if polls[1].revents != 0 {
                 self.list_clock.note_event();

@@ -183,9 +183,14 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" f
 pub(crate) fn begin_thread(name: &CStr) -> bool {
     // SAFETY: close_range(2) takes no pointer. The table is new, and empty when the call is done, or it fails.
     let apart = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, libc::CLOSE_RANGE_UNSHARE) };
+    name_thread(name);
+    apart.is_ok()
+}
+
+/// Names the calling thread; `name` has 15 bytes at most.
+pub(crate) fn name_thread(name: &CStr) {
     // SAFETY: names the thread.
     let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, name.as_ptr()) };
-    apart.is_ok()
 }
 
 pub(crate) fn exit_thread() -> ! {

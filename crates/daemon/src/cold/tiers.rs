@@ -12,6 +12,7 @@ use super::selector::ClientSelector;
 use super::threads;
 use crate::domain_key::DomainKey;
 use pagefold_os::cpu_latency::Awake;
+use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::wait::Bell;
 use pagefold_tier::keeper::Keeper;
@@ -41,6 +42,8 @@ pub(crate) struct Tiers {
     pub(crate) groups: Arc<Groups>,
     pub(crate) keeper: Arc<Mutex<Option<Keeper>>>,
     pub(crate) keeper_path: PathBuf,
+    /// The keeper's ends of agents' sockets, for the next keeper. Locked after `keeper`.
+    pub(crate) keepers_ends: Mutex<Vec<Fd>>,
     /// There is another keeper.
     pub(crate) keeper_changed: Bell,
     /// Children that wait for pages as long as they live.
@@ -66,6 +69,7 @@ impl Tiers {
             pending_children: Arc::new(PendingChildren::new(Arc::clone(&keeper))),
             keeper,
             keeper_path: keeper_path(socket),
+            keepers_ends: Mutex::default(),
             keeper_changed: Bell::new().expect("the first descriptors are there"),
             awake,
             closing: Arc::default(),

@@ -4,7 +4,7 @@ use crate::clients::connection::Connection;
 use crate::clients::domains::wake;
 use crate::clients::handshake::GreetError;
 use crate::clients::merge_client::MergeClient;
-use crate::cold::handover::keeper::leave_children;
+use crate::cold::handover::keeper::leave_keepers_end;
 use crate::cold::handshake;
 use crate::domain_key::UNNAMED_DOMAIN;
 use crate::memory_limits::{self, CLIENT_BYTES};
@@ -37,9 +37,30 @@ pub(crate) fn first_packet(socket: &Fd) -> Option<FirstPacket> {
 
 /// Makes the agent a client that sends this greeting, or refuses it.
 pub(crate) fn admit(daemon: &Daemon, socket: Fd, greeting: FirstPacket) {
-    match Packet::parse(&greeting.bytes).filter(|packet| packet.op == Op::Hello as u32) {
-        Some(hello) => admit_agent(daemon, socket, &hello, greeting.fds),
-        None => refuse_hello(&socket, pagefold_os::Errno(libc::EPROTO)),
+    const HELLO: u32 = Op::Hello as u32;
+    const CONNECT: u32 = Op::Connect as u32;
+    match Packet::parse(&greeting.bytes) {
+        Some(packet) if packet.op == CONNECT && is_own(&socket) => admit_led(daemon, greeting.fds),
+        Some(hello) if hello.op == HELLO => admit_agent(daemon, socket, &hello, greeting.fds),
+        _ => refuse_hello(&socket, pagefold_os::Errno(libc::EPROTO)),
+    }
+}
+
+/// Whether the other end is of our own user, as the keeper is.
+fn is_own(socket: &Fd) -> bool {
+    // SAFETY: the call takes no arguments and cannot fail.
+    let own = unsafe { libc::geteuid() };
+    sock::peer(socket).is_ok_and(|peer| peer.uid == own)
+}
+
+/// Admits an agent that the keeper has led here: it greets on the socket that came. The kernel names the process that made
+/// that socket.
+fn admit_led(daemon: &Daemon, mut fds: sock::Fds) {
+    let Some(socket) = fds.take(0) else { return };
+    let Some(greeting) = first_packet(&socket) else { return };
+    match Packet::parse(&greeting.bytes) {
+        Some(hello) if hello.op == Op::Hello as u32 => admit_agent(daemon, socket, &hello, greeting.fds),
+        _ => refuse_hello(&socket, pagefold_os::Errno(libc::EPROTO)),
     }
 }
 
@@ -56,6 +77,7 @@ fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, mut fds: sock::Fds) 
     }
     let key = (cred.uid, name);
     if hello.a & pagefold_protocol::message::HELLO_COLD != 0 {
+        pass_keepers_end(daemon, &mut fds);
         return match handshake::greet(&daemon.cold, socket, hello, fds, daemon.userfault_device.as_ref(), key) {
             Ok(()) => daemon.refusals.forget(cred.pid),
             Err(error) => note_failure(daemon, cred.pid, &error),
@@ -67,12 +89,7 @@ fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, mut fds: sock::Fds) 
     if !memory_limits::own().has(CLIENT_BYTES) {
         return daemon.refusals.note(cred.pid, OUT_OF_MEMORY.into());
     }
-    // Before the welcome: from then on the agent uses the other end.
-    if let Some(children) = fds.take(1)
-        && let Err(children) = leave_children(&daemon.cold, children)
-    {
-        daemon.forked_children.take(children);
-    }
+    pass_keepers_end(daemon, &mut fds);
     let connection = Arc::new(Connection::from(socket));
     let leftover = (daemon.config.leftover, key.clone());
     let client = match MergeClient::greet(connection.clone(), hello, fds, daemon.userfault_device.as_ref(), leftover) {
@@ -88,6 +105,16 @@ fn admit_agent(daemon: &Daemon, socket: Fd, hello: &Packet, mut fds: sock::Fds) 
     }
     daemon.refusals.forget(cred.pid);
     wake(&workers);
+}
+
+/// Passes on the end of an agent's socket that is the keeper's, or ours without a keeper. Before the welcome: from then on
+/// the agent uses the other end.
+fn pass_keepers_end(daemon: &Daemon, fds: &mut sock::Fds) {
+    if let Some(end) = fds.take(1)
+        && let Err(end) = leave_keepers_end(&daemon.cold, end)
+    {
+        daemon.forked_children.take(end);
+    }
 }
 
 /// Notes why a greeting failed, unless the process ended meanwhile.

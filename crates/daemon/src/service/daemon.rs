@@ -58,8 +58,8 @@ impl Daemon {
         Arc::new(Daemon {
             live: LiveClients::new(config.clone()),
             cold: Tiers::new(config.cold.clone(), &config.socket),
+            forked_children: ForkedChildren::new(config.socket.clone()),
             config,
-            forked_children: ForkedChildren::new(),
             detached: Mutex::default(),
             refusals: Refusals::default(),
             unmanaged_looks: Looks::default(),

@@ -4,7 +4,8 @@
 //! successor what they belong to. The service manager, if there is one, is left the same. A keeper that has ended is
 //! replaced immediately, and the new one is given everything.
 //!
-//! It also answers for the memory of children that attached programs fork.
+//! It also answers for the memory of children that attached programs fork, and leads agents to the daemon: the ends of their
+//! sockets go to each keeper.
 
 use super::deposit::{deposit_arena, deposit_client};
 use crate::cold::tiers::Tiers;
@@ -56,6 +57,9 @@ pub(crate) fn ensure_keeper(tiers: &Tiers) {
         lock(&group.clients).values().for_each(|client| drop(deposit_client(&group, keeper, client)));
     }
     tiers.pending_children.deposit(keeper);
+    let mut ends = lock(&tiers.keepers_ends);
+    ends.retain(is_open);
+    ends.iter().for_each(|end| drop(keeper.serve_children(end)));
     tiers.keeper_changed.ring();
 }
 
@@ -81,16 +85,27 @@ pub(crate) fn replace_ended(tiers: &Tiers, stopped: &Fd) {
     }
 }
 
-/// Leaves the forked children that come from `socket` to the keeper.
+/// Leaves the end of an agent's socket to the keeper. The socket outlives the keeper: the next one gets the same end.
 ///
 /// # Errors
-/// The socket, if there is no keeper, or none that serves children.
-pub(crate) fn leave_children(tiers: &Tiers, socket: Fd) -> Result<(), Fd> {
+/// The end, if there is no keeper, or none that serves children.
+pub(crate) fn leave_keepers_end(tiers: &Tiers, end: Fd) -> Result<(), Fd> {
     ensure_keeper(tiers);
     match lock(&tiers.keeper).as_ref() {
-        Some(keeper) if keeper.serve_children(&socket).is_ok() => Ok(()),
-        _ => Err(socket),
+        Some(keeper) if keeper.serve_children(&end).is_ok() => {
+            let mut ends = lock(&tiers.keepers_ends);
+            ends.retain(is_open);
+            ends.push(end);
+            Ok(())
+        }
+        _ => Err(end),
     }
+}
+
+/// True as long as an agent has the other end.
+fn is_open(end: &Fd) -> bool {
+    let mut poll = [libc::pollfd { fd: end.raw(), events: libc::POLLRDHUP, revents: 0 }];
+    pagefold_os::fd::poll(&mut poll, 0) == Ok(0)
 }
 
 /// False if the keeper has ended. A keeper that answers slowly, or cannot list all its names, still holds everything, and
