@@ -365,7 +365,7 @@ fn programs_to_which_no_path_leads_follow_the_daemons() {
             }
         }
         for server in &mut servers {
-            // An agent whose loan has ended greets again.
+            // An agent greets again when its loan has ended.
             ask_until_done(|words| host.tool(words), &["detach", &server.pid().to_string()]);
             server.check("check 1");
         }
