@@ -147,6 +147,8 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
             let gathered = if merged { gather_ending(range).inspect(|()| SHARED.changed()) } else { Ok(()) };
             gathered.and_then(|()| call(advice)).inspect(|()| {
                 let _ = cold::discarding(range, || call(libc::MADV_DONTNEED));
+                // Until then a page that came back beside a touched one may have taken the place of its guard.
+                let _ = call(advice);
             })
         }
         // The tier is where the program's cold pages go; there need be no swap. With none of ours, the kernel decides.
