@@ -402,3 +402,42 @@ fn status_in(answer: Answer) -> Result<Status, Error> {
         other => Err(format!("the daemon answered {other:?} to a request for its status").into()),
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::ATTACHED_AGENT;
+    use pagefold_protocol::seccomp_filter::called_when_attached;
+    use std::process::Command;
+
+    /// A seccomp filter of a program that is attached is asked about what is listed; any other call may end the program.
+    #[test]
+    fn each_system_call_in_the_agents_code_is_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("agent.so");
+        std::fs::write(&image, ATTACHED_AGENT).unwrap();
+        let Ok(output) = Command::new("objdump").args(["-d", "--no-show-raw-insn", "-M", "intel"]).arg(&image).output()
+        else {
+            return println!("SKIPPED: needs objdump");
+        };
+        let text = String::from_utf8(output.stdout).unwrap();
+        let lines: Vec<&str> =
+            text.lines().map(|line| line.split_once(":\t").map_or("", |(_, code)| code.trim())).collect();
+        let listed: Vec<i64> = called_when_attached().collect();
+        let mut calls = 0;
+        for (at, _) in lines.iter().enumerate().filter(|(_, line)| line.starts_with("syscall")) {
+            // The last instruction before it that sets the register with the number.
+            let sets = lines[..at].iter().rev().take(60).find_map(|line| {
+                let code = line.split_whitespace().collect::<Vec<_>>().join(" ");
+                match code.strip_prefix("mov eax,0x").or_else(|| code.strip_prefix("mov rax,0x")) {
+                    Some(number) => i64::from_str_radix(number, 16).ok(),
+                    None => (code == "xor eax,eax").then_some(0),
+                }
+            });
+            let number = sets.unwrap_or_else(|| panic!("no number before the call at line {at}"));
+            // A signal, with which a broken agent ends, is not asked for.
+            assert!(listed.contains(&number) || number == libc::SYS_kill, "call {number} is not listed");
+            calls += 1;
+        }
+        assert!(calls > 50, "{calls} calls are found: objdump shows something else");
+    }
+}

@@ -373,6 +373,70 @@ fn programs_to_which_no_path_leads_follow_the_daemons() {
     host.verify();
 }
 
+/// Its filter allows what the agent calls, and ends the program at anything else.
+fn start_filtered(program: &Path, allowed: impl Iterator<Item = libc::c_long>) -> Server {
+    let allowed: Vec<String> = allowed.map(|number| number.to_string()).collect();
+    let mut command = Command::new("env");
+    command.arg(format!("ALLOWED={}", allowed.join(",")));
+    // Other threads would be without the filter.
+    Server::start_as("0", command, program)
+}
+
+/// The kernel ends a program at the first call of the agent's of which the filter was not asked.
+#[test]
+fn a_filter_is_asked_about_each_call_of_the_agents() {
+    use pagefold_protocol::seccomp_filter::called_when_attached;
+    let Some(program) = program() else { return };
+    let mut host = Host::start(&["--cold-policy=manual"]);
+    let mut random = Random::by_clock();
+    let calls = || called_when_attached().filter(|number| *number != libc::SYS_userfaultfd || !has_device());
+    for options in [&[][..], &["--cold"]] {
+        let mut servers = [start_filtered(program, calls()), start_filtered(program, calls())];
+        for server in &servers {
+            attach_to(&host, server, options);
+        }
+        if options.is_empty() {
+            let pids = servers.each_ref().map(Server::pid);
+            let status = || host.status();
+            wait_for("them to share", 120, || pids.iter().all(|pid| shared_pages_in(&status(), *pid) > PAGES / 2));
+        }
+        for round in 0..3 {
+            for server in &mut servers {
+                work(server, &mut random);
+                server.check("write 2000");
+                // What is merged stays.
+                park(&host, server, if options.is_empty() { 1 } else { 1000 });
+                work(server, &mut random);
+            }
+            if round == 1 {
+                host.replace_daemon(&["--cold-policy=manual"]);
+            }
+        }
+        for server in &mut servers {
+            ask_until_done(|words| host.tool(words), &["detach", &server.pid().to_string()]);
+            server.check("check 1");
+        }
+    }
+    // One call less, and it is the filter that is named.
+    for missing in [libc::SYS_mremap, libc::SYS_socketpair, libc::SYS_close_range, libc::SYS_ioctl] {
+        let mut server = start_filtered(program, calls().filter(|number| *number != missing));
+        let output = host.tool(&["attach", &server.pid().to_string()]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        // mremap(2) the program needs itself.
+        if missing == libc::SYS_mremap {
+            assert!(output.status.success(), "{said}");
+        } else {
+            assert!(!output.status.success() && said.contains("seccomp filter forbids a system call"), "{said}");
+        }
+        server.check("check 1");
+    }
+}
+
+/// The agent makes no userfaultfd by a call if the daemon has a device for it.
+fn has_device() -> bool {
+    pagefold_os::uffd::open_device().is_ok()
+}
+
 /// In another mount namespace any user may listen at the path that led to the daemon. The agent tells that process nothing.
 #[test]
 fn an_agent_does_not_greet_another_user() {

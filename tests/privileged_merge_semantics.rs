@@ -21,7 +21,7 @@ fn scenario_under(daemon_options: &[&str], name: &str, options: &[&str]) {
 }
 
 fn scenario_with(variables: &[(&str, &str)], daemon_options: &[&str], name: &str, options: &[&str]) {
-    let needed: Vec<String> = pagefold_agent::seccomp_filter::needed().map(|number| number.to_string()).collect();
+    let needed: Vec<String> = pagefold_protocol::seccomp_filter::needed().map(|number| number.to_string()).collect();
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(daemon_options);
     let mut command = daemon.run(options);

@@ -51,6 +51,5 @@ pub mod range_attributes;
 #[cfg(not(loom))]
 mod runtime;
 #[cfg(not(loom))]
-pub mod seccomp_filter;
 #[cfg(not(loom))]
 mod state;

@@ -138,7 +138,7 @@ pub(crate) fn read_settings() -> (&'static [u8], &'static [u8; 64]) {
 /// The program has locked all its memory: there is nothing for the agent to do.
 pub(crate) static ALL_LOCKED: AtomicBool = AtomicBool::new(false);
 
-/// What filters of the program's leave the agent (see [`filter`](crate::seccomp_filter)).
+/// What filters of the program's leave the agent (see [`seccomp_filter`](pagefold_protocol::seccomp_filter)).
 pub(crate) static MAY_START: AtomicBool = AtomicBool::new(true);
 pub(crate) static MAY_FOLLOW: AtomicBool = AtomicBool::new(true);
 /// Changed with the mapping lock held: without it no memory that can be executed is listed.

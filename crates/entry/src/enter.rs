@@ -10,6 +10,7 @@
 //! After each step the tracer may die: the program goes on, and the new thread ends by itself if it is not served.
 
 use crate::borrow::{self, Words};
+use crate::call_names::name_of_call;
 use crate::image::AgentImage;
 use crate::memory::{self, Memory};
 use crate::stop::{call_of, is_own, with_stopped};
@@ -19,6 +20,7 @@ use pagefold_os::procfs::OwnedMap;
 use pagefold_os::{PAGE_SIZE, Range, procfs, syscall};
 use pagefold_protocol::POOL_NAME;
 use pagefold_protocol::entry::{EntryPage, SOCKET_MAX, order, stage};
+use pagefold_protocol::seccomp_filter;
 use std::mem::offset_of;
 use std::time::{Duration, Instant};
 use std::{fs, io, thread};
@@ -70,6 +72,8 @@ pub struct Settings<'a> {
     pub all: bool,
     /// Idle memory is evicted to the cold tier instead of being merged.
     pub cold: Option<ColdOptions>,
+    /// The agent makes its userfaultfd by a system call, for the daemon has no device for it.
+    pub makes_userfaultfd: bool,
 }
 
 /// What a client of the cold tier asks for; zeros stand for the daemon's defaults.
@@ -131,11 +135,6 @@ fn step(step: &'static str) -> impl Fn(io::Error) -> EntryError {
 pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
     let refuse = |reason: &str| Err(EntryError::Refused(reason.into()));
     let maps = look_at_threads(pid)?;
-    if has_filter(pid) {
-        return Err(EntryError::NoAgent(
-            "a seccomp filter restricts its system calls, and the agent's with them; start it by pagefold run".into(),
-        ));
-    }
     if maps.iter().any(|map| map.name.as_bytes().starts_with(POOL_NAME) && !map.shared) {
         return refuse("it shows merged memory already, its own or that of the process that forked it");
     }
@@ -145,8 +144,30 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
     Ok(maps)
 }
 
-fn has_filter(pid: i32) -> bool {
-    procfs::value(&procfs::status(pid), "Seccomp").is_some_and(|mode| mode != "0")
+fn has_filter(pid: i32, thread: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
+    procfs::value(&status, "Seccomp").is_some_and(|mode| mode != "0")
+}
+
+/// Asks the seccomp filters of `thread`, which stands still, about each call that the agent makes: its threads get them too.
+///
+/// # Errors
+/// [`EntryError::NoAgent`]: a call is forbidden, or the filters cannot be read.
+fn judge_filters(tracer: &Tracer, thread: i32, makes_userfaultfd: bool) -> Result<(), EntryError> {
+    let filters = tracer.filters(thread).map_err(|error| {
+        EntryError::NoAgent(format!(
+            "a seccomp filter restricts its system calls, and this daemon may not read it ({error}): that takes \
+             CAP_SYS_ADMIN and a daemon without a filter of its own (examples/filters.conf); or start it by pagefold run"
+        ))
+    })?;
+    let filters: Vec<&[libc::sock_filter]> = filters.iter().map(Vec::as_slice).collect();
+    match seccomp_filter::first_forbidden(&filters, makes_userfaultfd) {
+        None => Ok(()),
+        Some(number) => Err(EntryError::NoAgent(format!(
+            "its seccomp filter forbids a system call of the agent's ({}); start it by pagefold run",
+            name_of_call(number)
+        ))),
+    }
 }
 
 /// Says why no thread of process `pid` can be borrowed.
@@ -208,7 +229,8 @@ pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<En
     let range = memory::free_range(&maps, len)
         .ok_or_else(|| EntryError::Refused("its address space has no room for the agent".into()))?;
     let layout = Layout { range, page: range.start + agent.len, stack: range.end - STACK_LEN };
-    let borrowed = borrow_aside(&Plan { pid, what: Purpose::Agent(agent, layout), maps: &maps })?;
+    let what = Purpose::Agent(agent, layout, settings.makes_userfaultfd);
+    let borrowed = borrow_aside(&Plan { pid, what, maps: &maps })?;
     let memory = Memory::open(pid).map_err(step("opening its memory"))?;
     let result = begin(pid, agent, &layout, settings, &borrowed, &memory);
     match result {
@@ -267,8 +289,8 @@ struct Plan<'a> {
 
 /// What a thread is borrowed for.
 enum Purpose<'a> {
-    /// It starts the agent.
-    Agent(&'a AgentImage, Layout),
+    /// It starts the agent, which makes its userfaultfd by a system call or not.
+    Agent(&'a AgentImage, Layout, bool),
     /// It has KSM merge the program's memory, or not any more.
     Ksm(bool),
 }
@@ -387,7 +409,15 @@ fn try_thread(tracer: &Tracer, thread: i32, patience: Duration, plan: &Plan<'_>)
             Ok(None) => thread::yield_now(),
         }
     }
-    let is_filtered = matches!(plan.what, Purpose::Ksm(_)) && has_filter(plan.pid);
+    let has_filter = has_filter(plan.pid, thread);
+    if let Purpose::Agent(_, _, makes_userfaultfd) = plan.what
+        && has_filter
+        && let Err(error) = judge_filters(tracer, thread, makes_userfaultfd)
+    {
+        let _ = tracer.detach(thread, 0);
+        return Err(Unfit::Lasting(error));
+    }
+    let is_filtered = matches!(plan.what, Purpose::Ksm(_)) && has_filter;
     if is_filtered && tracer.suspend_filters(thread).is_err() {
         let _ = tracer.detach(thread, 0);
         return Err(Unfit::Lasting(EntryError::Refused(
@@ -495,7 +525,7 @@ fn words(what: &Purpose<'_>, registers: &Registers, mask: u64) -> Words {
     };
     let agents = match what {
         Purpose::Ksm(merges) => Words { base: u64::from(*merges), ..Words::default() },
-        Purpose::Agent(agent, layout) => Words {
+        Purpose::Agent(agent, layout, _) => Words {
             base: layout.range.start,
             len: layout.range.len(),
             data: layout.range.start + agent.code_len,

@@ -15,6 +15,7 @@
 //! * [`enter`]: the steps of an entry, and of leaving.
 
 pub mod borrow;
+mod call_names;
 pub mod enter;
 pub mod image;
 pub mod memory;

@@ -62,6 +62,25 @@ impl Tracer {
         call(libc::PTRACE_SETOPTIONS, thread, 0, 0).map(drop)
     }
 
+    /// The seccomp filters of `thread`, which stands still; the newest first.
+    ///
+    /// # Errors
+    /// `EACCES` without `CAP_SYS_ADMIN`, or if this thread has a filter itself; `EINVAL` in the strict mode.
+    pub fn filters(&self, thread: i32) -> io::Result<Vec<Vec<libc::sock_filter>>> {
+        const SECCOMP_GET_FILTER: libc::c_uint = 0x420c;
+        let mut filters = Vec::new();
+        loop {
+            let count = match call(SECCOMP_GET_FILTER, thread, filters.len(), 0) {
+                Ok(count) => count as usize,
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(filters),
+                Err(error) => return Err(error),
+            };
+            let mut program = vec![libc::sock_filter { code: 0, jt: 0, jf: 0, k: 0 }; count];
+            call(SECCOMP_GET_FILTER, thread, filters.len(), program.as_mut_ptr() as usize)?;
+            filters.push(program);
+        }
+    }
+
     /// Lets `thread`, which stands still, run to the beginning or the end of its next system call, where it reports
     /// [`IN_CALL`](Self::IN_CALL) as its signal.
     ///

@@ -9,6 +9,7 @@
 //! * [`forked_memory`]: merged memory of a child that no agent is in.
 //! * [`handshake`]: the first packets of a connection, which live merging and the cold tier share.
 //! * [`residency_map`]: where each page of a cold client is, with the lock that owns it.
+//! * [`seccomp_filter`]: whether a filter of a program's lets an agent work in it.
 //! * [`wait_histogram`]: the buckets in which the agent counts how long accesses waited.
 //! * [`pinning_devices`]: which open files may pin memory of a process.
 
@@ -24,4 +25,5 @@ pub mod handshake;
 pub mod message;
 pub mod pinning_devices;
 pub mod residency_map;
+pub mod seccomp_filter;
 pub mod wait_histogram;

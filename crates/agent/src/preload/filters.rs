@@ -10,11 +10,11 @@ use crate::live::{start, wait_begun};
 use crate::process::is_own_process;
 use crate::runtime::affinity;
 use crate::runtime::signals::{CHILD_FILTERED, MAY_BLOCK};
-use crate::seccomp_filter;
 use crate::state::{MAY_EXECUTE, MAY_START, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem;
+use pagefold_protocol::seccomp_filter;
 
 /// The program is about to install the filter at `at`, a `sock_fprog`, for `all` its threads: stays if the agent can live
 /// with it, else leaves. Our thread has it too, by the kernel's hand or since it is replaced.

@@ -9,17 +9,9 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, Ordering};
 use pagefold_os::signal::Blocked;
 use pagefold_os::{Range, mem, syscall};
+use pagefold_protocol::seccomp_filter::THREAD_FLAGS;
 
 const STACK_LEN: usize = 256 << 10;
-
-pub(crate) const THREAD_FLAGS: i32 = libc::CLONE_VM
-    | libc::CLONE_FS
-    | libc::CLONE_FILES
-    | libc::CLONE_SIGHAND
-    | libc::CLONE_THREAD
-    | libc::CLONE_SYSVSEM
-    | libc::CLONE_PARENT_SETTID
-    | libc::CLONE_CHILD_CLEARTID;
 
 /// Bytes of the longest path of a thread's file in /proc.
 #[cfg(feature = "preload")]

@@ -5,6 +5,7 @@
 
 use super::agent_connection::AgentConnection;
 use super::client::{Client, ClientDescriptors, Identity, event_journal};
+use super::evict;
 use super::group::Group;
 use super::handover::deposit::deposit_client;
 use super::handover::keeper::ensure_keeper;
@@ -100,7 +101,13 @@ fn attach(
         check_limits(tiers, &new)?;
     }
     let client = known.map_or_else(|| add(tiers, group, new), Ok)?;
-    connect(group, &client, link, ready, hello)
+    connect(group, &client, link, ready, hello)?;
+    // It was unparked while its agent was on the way to this daemon, and could not be asked to give the loan back.
+    let is_over = !client.is_parked() && client.pages_out(&group.tier) == 0;
+    if !is_bare && client.lent.load(Ordering::Relaxed) && is_over {
+        evict::park::unpark(group, &client);
+    }
+    Ok(())
 }
 
 /// Enables the userfaultfd, if the client has left that to the daemon.

@@ -53,16 +53,26 @@ impl Manage {
 /// # Errors
 /// One line: why not, and what to do about it.
 pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u32) -> Result<Duration, String> {
-    may_ask(pid, asker)?;
+    try_attach(daemon, pid, domain, manage, asker).map_err(|error| error.to_string())
+}
+
+/// As [`attach`].
+///
+/// # Errors
+/// [`EntryError::NoAgent`] where KSM may do in place of the agent.
+fn try_attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u32) -> Result<Duration, EntryError> {
+    let refused = EntryError::Refused;
+    may_ask(pid, asker).map_err(refused)?;
     if is_client(daemon, pid) {
-        return Err("it is a client already".into());
+        return Err(refused("it is a client already".into()));
     }
-    let agent = AgentImage::parse(daemon.config.attached_agent).map_err(|error| error.to_string())?;
+    let agent = AgentImage::parse(daemon.config.attached_agent).map_err(|error| refused(error.to_string()))?;
     let socket = daemon.config.socket.as_os_str().as_bytes();
     let cold = if let Manage::Cold(options) = manage { Some(options) } else { None };
-    let settings = Settings { socket, domain, all: manage != Manage::Marked, cold };
-    let Entered { requests, still } = enter::enter(pid, &agent, &settings).map_err(|error| error.to_string())?;
-    enable(&requests, daemon.userfault_device.as_ref())?;
+    let makes_userfaultfd = daemon.userfault_device.is_none();
+    let settings = Settings { socket, domain, all: manage != Manage::Marked, cold, makes_userfaultfd };
+    let Entered { requests, still } = enter::enter(pid, &agent, &settings)?;
+    enable(&requests, daemon.userfault_device.as_ref()).map_err(refused)?;
     // Its greeting is on its way.
     if let Some(greeting) = admission::first_packet(&requests) {
         admission::admit(daemon, requests, greeting);
@@ -70,7 +80,7 @@ pub(crate) fn attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, as
     if is_client(daemon, pid) {
         Ok(still)
     } else {
-        Err(daemon.refusals.reason(pid).unwrap_or_else(|| "its agent did not greet the daemon".into()))
+        Err(refused(daemon.refusals.reason(pid).unwrap_or_else(|| "its agent did not greet the daemon".into())))
     }
 }
 
@@ -86,17 +96,13 @@ pub(crate) fn attach_by(
     backend: Backend,
     asker: u32,
 ) -> Result<(Duration, Option<String>), String> {
+    let may_be_ksm = || manage == Manage::All && domain == UNNAMED_DOMAIN && ksm::read("run").is_ok_and(|run| run == 1);
     let why = match backend {
         Backend::Ksm => String::new(),
-        Backend::Auto
-            if manage == Manage::All && domain == UNNAMED_DOMAIN && ksm::read("run").is_ok_and(|run| run == 1) =>
-        {
-            match enter::look(pid) {
-                Err(EntryError::NoAgent(why)) => why,
-                _ => return Ok((attach(daemon, pid, domain, manage, asker)?, None)),
-            }
-        }
-        Backend::Auto | Backend::Agent => return Ok((attach(daemon, pid, domain, manage, asker)?, None)),
+        Backend::Auto | Backend::Agent => match try_attach(daemon, pid, domain, manage, asker) {
+            Err(EntryError::NoAgent(why)) if backend == Backend::Auto && may_be_ksm() => why,
+            attached => return Ok((attached.map_err(|error| error.to_string())?, None)),
+        },
     };
     Ok((attach_to_ksm(daemon, pid, domain, manage, asker)?, Some(why)))
 }

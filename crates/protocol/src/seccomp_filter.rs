@@ -1,14 +1,27 @@
 //! Whether a seccomp filter lets the agent work.
 //!
 //! A filter is a small program that the kernel runs at every system call. A program that installs one does so through an
-//! interposed call, so the agent runs the filter first, for each call that the agent and the interposed functions make. If
-//! it allows them all, the agent stays, as under QEMU's sandbox, which forbids only calls that an emulator does not need.
-//! Otherwise the agent leaves before the filter comes: the kernel may kill a process for a forbidden call.
+//! interposed call, so the preloaded agent runs the filter first, for each call that the agent and the interposed functions
+//! make. If it allows them all, the agent stays, as under QEMU's sandbox, which forbids only calls that an emulator does not
+//! need. Otherwise the agent leaves before the filter comes: the kernel may kill a process for a forbidden call.
+//!
+//! The filters of a program that runs already the entering process reads, and asks them the same
+//! ([`first_forbidden`]). The default filters of container engines allow all of it.
 
 use core::ffi::{c_int, c_long};
 use libc::sock_filter;
 use pagefold_os::mem::{READ_WRITE, READ_WRITE_EXECUTE};
 use pagefold_os::{maps, pagemap, uffd};
+
+/// How the agent's threads are made.
+pub const THREAD_FLAGS: i32 = libc::CLONE_VM
+    | libc::CLONE_FS
+    | libc::CLONE_FILES
+    | libc::CLONE_SIGHAND
+    | libc::CLONE_THREAD
+    | libc::CLONE_SYSVSEM
+    | libc::CLONE_PARENT_SETTID
+    | libc::CLONE_CHILD_CLEARTID;
 
 /// Most instructions that the kernel takes.
 pub const INSTRUCTIONS_MAX: usize = 4096;
@@ -125,7 +138,7 @@ const WORK: &[Call] = &[
 
 /// What starting the agent's thread takes.
 const START: &[Call] = &[
-    call(libc::SYS_clone, [crate::runtime::thread::THREAD_FLAGS as u64, P, P, P, 0, 0]),
+    call(libc::SYS_clone, [THREAD_FLAGS as u64, P, P, P, 0, 0]),
     call(libc::SYS_close_range, [0, u32::MAX as u64, libc::CLOSE_RANGE_UNSHARE as u64, 0, 0, 0]),
     call(libc::SYS_prctl, [libc::PR_SET_NAME as u64, P, 0, 0, 0, 0]),
 ];
@@ -139,6 +152,26 @@ const EXECUTE: &[Call] = &[
 
 /// What the agent can do without.
 const FOLLOW: Call = call(libc::SYS_sched_setaffinity, [0, 1024, P, 0, 0, 0]);
+
+/// What the agent of an attached program, and the thread that is borrowed to start it, call beside all of the above. Of a
+/// signal, with which a broken agent ends, no filter is asked.
+const ATTACHED: &[Call] = &[
+    call(libc::SYS_rt_sigprocmask, [libc::SIG_SETMASK as u64, P, 0, 8, 0, 0]),
+    map(READ_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE | libc::MAP_NORESERVE),
+    call(libc::SYS_mprotect, [P, L, (libc::PROT_READ | libc::PROT_EXEC) as u64, 0, 0, 0]),
+    call(libc::SYS_nanosleep, [P, 0, 0, 0, 0, 0]),
+    call(libc::SYS_getrandom, [P, 8, 0, 0, 0, 0]),
+    call(libc::SYS_prctl, [libc::PR_GET_DUMPABLE as u64, 0, 0, 0, 0, 0]),
+    call(libc::SYS_socketpair, [libc::AF_UNIX as u64, (libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC) as u64, 0, P, 0, 0]),
+    call(libc::SYS_getsockopt, [FD, libc::SOL_SOCKET as u64, libc::SO_PEERCRED as u64, P, P, 0]),
+    call(libc::SYS_dup3, [FD, FD, libc::O_CLOEXEC as u64, 0, 0, 0]),
+    call(libc::SYS_fcntl, [FD, libc::F_SETFL as u64, libc::O_NONBLOCK as u64, 0, 0, 0]),
+    call(libc::SYS_preadv2, [FD, P, 1, u64::MAX, u64::MAX, libc::RWF_NOWAIT as u64]),
+    call(libc::SYS_geteuid, [0; 6]),
+    call(libc::SYS_gettid, [0; 6]),
+    call(libc::SYS_getrusage, [libc::RUSAGE_SELF as u64, P, 0, 0, 0, 0]),
+    call(libc::SYS_set_tid_address, [P, 0, 0, 0, 0, 0]),
+];
 
 /// How a process makes another, with memory that an agent of its own must look after.
 const FORKS: &[Call] = &[
@@ -160,14 +193,32 @@ fn requests() -> impl Iterator<Item = Call> {
 
 /// What a filter says; one that is not a program of the kernel's forbids everything.
 pub fn judge(program: &[sock_filter]) -> Verdict {
-    let allows = |call: &Call| {
-        let verdict = run(program, &data_of(call)).unwrap_or(libc::SECCOMP_RET_KILL_PROCESS);
-        matches!(verdict & libc::SECCOMP_RET_ACTION_FULL, libc::SECCOMP_RET_ALLOW | libc::SECCOMP_RET_LOG)
-    };
+    let allows = |call: &Call| allows(program, call);
     let start = START.iter().all(allows);
     let work = WORK.iter().all(allows) && requests().all(|call| allows(&call));
     let execute = EXECUTE.iter().all(allows);
     Verdict { stay: work && (start || !FORKS.iter().any(allows)), follow: allows(&FOLLOW), start, execute }
+}
+
+/// The number of the first call of an attached program's agent that one of `filters` forbids, or nothing. The agent
+/// `makes_userfaultfd` by userfaultfd(2) if the daemon has no device for it.
+pub fn first_forbidden(filters: &[&[sock_filter]], makes_userfaultfd: bool) -> Option<c_long> {
+    let is_made = |call: &&Call| call.number != libc::SYS_userfaultfd || makes_userfaultfd;
+    let lists = [WORK, START, EXECUTE, core::slice::from_ref(&FOLLOW), ATTACHED];
+    let is_forbidden = |call: &Call| filters.iter().any(|filter| !allows(filter, call));
+    let listed = lists.into_iter().flatten().filter(is_made).find(|call| is_forbidden(call)).map(|call| call.number);
+    listed.or_else(|| requests().find(is_forbidden).map(|call| call.number))
+}
+
+fn allows(program: &[sock_filter], call: &Call) -> bool {
+    let verdict = run(program, &data_of(call)).unwrap_or(libc::SECCOMP_RET_KILL_PROCESS);
+    matches!(verdict & libc::SECCOMP_RET_ACTION_FULL, libc::SECCOMP_RET_ALLOW | libc::SECCOMP_RET_LOG)
+}
+
+/// Numbers of all calls of an attached program's agent, in no order, some of them several times.
+pub fn called_when_attached() -> impl Iterator<Item = c_long> {
+    let lists = [WORK, START, EXECUTE, core::slice::from_ref(&FOLLOW), ATTACHED];
+    lists.into_iter().flatten().map(|call| call.number).chain([libc::SYS_ioctl])
 }
 
 /// Numbers of the calls without which the agent does not stay, in no order, some of them several times.
