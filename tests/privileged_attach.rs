@@ -373,6 +373,37 @@ fn programs_to_which_no_path_leads_follow_the_daemons() {
     host.verify();
 }
 
+/// Neither the path nor the keeper leads their agents to the next daemon, which asks them.
+#[test]
+fn programs_that_lost_daemon_and_keeper_are_attached_again() {
+    let Some(program) = program() else { return };
+    let mut host = Host::start(&["--cold-policy=manual"]);
+    let mut servers = start_apart(program, &host);
+    for round in 0..3 {
+        for server in &mut servers {
+            attach_to(&host, server, &[]);
+            server.check("write 2000");
+            park(&host, server, 1000);
+            // What is out with both killed is lost.
+            ask_until_done(|words| host.tool(words), &["unpark", &server.pid().to_string()]);
+            server.check("check 1");
+        }
+        if round < 2 {
+            host.kill_all();
+            host.restart_daemon(&["--cold-policy=manual"]);
+        }
+    }
+    // A daemon does not take another one's clients.
+    let other = Host::start(&[]);
+    let output = other.tool(&["attach", &servers[0].pid().to_string()]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("a client of another daemon"), "{said}");
+    for server in &mut servers {
+        ask_until_done(|words| host.tool(words), &["detach", &server.pid().to_string()]);
+        server.check("check 1");
+    }
+}
+
 /// Its filter allows what the agent calls, and ends the program at anything else.
 fn start_filtered(program: &Path, allowed: impl Iterator<Item = libc::c_long>) -> Server {
     let allowed: Vec<String> = allowed.map(|number| number.to_string()).collect();

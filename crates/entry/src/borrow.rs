@@ -252,6 +252,18 @@ pub fn code_at(leave_at: u64) -> Option<u64> {
     leave_at.checked_sub(self::leave_at(0))
 }
 
+/// The words behind the instructions that `read` gives, if they are ours and of this version.
+pub fn words(read: impl Fn(&mut [u8]) -> bool) -> Option<Words> {
+    let mut bytes = vec![0; len()];
+    let (code, words) = bytes.split_at_mut_checked(instructions().len())?;
+    let (code_len, words_len) = (code.len(), size_of::<Words>());
+    if words.len() < words_len || !read(&mut bytes) || bytes[..code_len] != *instructions() {
+        return None;
+    }
+    // SAFETY: as many bytes are there, and the structure is `repr(C)` of words, of which any bytes are one.
+    Some(unsafe { bytes[code_len..].as_ptr().cast::<Words>().read_unaligned() })
+}
+
 /// Instructions and words as they lie in the program's memory.
 pub fn code(words: &Words) -> Vec<u8> {
     let mut code = instructions().to_vec();

@@ -29,6 +29,8 @@ use std::{fs, io, thread};
 const STACK_LEN: u64 = 256 << 10;
 /// How long the borrowed thread, and then the agent, may take.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long an agent without a daemon may take to see that one asks for a connection: it looks twice a second.
+const AGENT_LOOKS: Duration = Duration::from_secs(2);
 /// How long one thread may take to stand still before another is tried.
 const STOP_PATIENCE: Duration = Duration::from_millis(20);
 /// How long threads may take that have not stood still by then: on a busy machine each waits for a processor.
@@ -138,7 +140,7 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
     if maps.iter().any(|map| map.name.as_bytes().starts_with(POOL_NAME) && !map.shared) {
         return refuse("it shows merged memory already, its own or that of the process that forked it");
     }
-    if own_thread(pid).is_some() {
+    if has_agent(pid) {
         return refuse("an agent is in it already");
     }
     Ok(maps)
@@ -609,13 +611,17 @@ fn is_in_restartable_sequence(_: i32, _: &Memory, _: &Registers) -> bool {
 }
 
 /// Waits until `done` says something, for as long as a step may take.
-fn wait_until<T>(mut done: impl FnMut() -> Option<T>) -> Option<T> {
+fn wait_until<T>(done: impl FnMut() -> Option<T>) -> Option<T> {
+    wait_for(PATIENCE, done)
+}
+
+fn wait_for<T>(patience: Duration, mut done: impl FnMut() -> Option<T>) -> Option<T> {
     let began = Instant::now();
     loop {
         if let Some(what) = done() {
             return Some(what);
         }
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > patience {
             return None;
         }
         thread::sleep(Duration::from_micros(200));
@@ -676,6 +682,42 @@ fn begin(
     let fd = word(offset_of!(EntryPage, requests)).map_err(&taking)?;
     let requests = take_descriptor(own, fd as i32).map_err(&taking)?;
     put(offset_of!(EntryPage, order), &order::TAKEN.to_ne_bytes())?;
+    Ok(requests)
+}
+
+/// True if an agent is in process `pid`.
+pub fn has_agent(pid: i32) -> bool {
+    own_thread(pid).is_some()
+}
+
+/// Has the agent in process `pid`, which finds no daemon, open another socket; returns our end. The agent greets on it.
+///
+/// # Errors
+/// [`EntryError`]: another daemon has the agent, or it is of another version.
+pub fn ask_for_connection(pid: i32) -> Result<Fd, EntryError> {
+    let refuse = |reason: &str| EntryError::Refused(format!("an agent is in it already, {reason}"));
+    let maps = look_at_threads(pid)?;
+    let own = own_thread(pid).ok_or(EntryError::Gone)?;
+    let memory = Memory::open(pid).map_err(step("opening its memory"))?;
+    let code = memory::unfinished(&memory, &maps, &borrow::MARK).map(|found| found.start);
+    let words = code.and_then(|code| borrow::words(|bytes| memory.read(code, bytes).is_ok()));
+    let page =
+        words.map(|words| words.page).ok_or_else(|| refuse("and was not entered by this version of pagefold"))?;
+    let asking = step("asking its agent for a connection");
+    let put = |at: usize, word: u32| memory.write(page + at as u64, &word.to_ne_bytes()).map_err(&asking);
+    put(offset_of!(EntryPage, stage), 0)?;
+    put(offset_of!(EntryPage, order), order::CONNECT)?;
+    let opened = wait_for(AGENT_LOOKS, || {
+        let stage = memory.word(page + offset_of!(EntryPage, stage) as u64);
+        stage.ok().filter(|stage| *stage == stage::OPEN)
+    });
+    if opened.is_none() {
+        put(offset_of!(EntryPage, order), order::TAKEN)?;
+        return Err(refuse("a client of another daemon"));
+    }
+    let fd = memory.word(page + offset_of!(EntryPage, requests) as u64).map_err(&asking)?;
+    let requests = take_descriptor(own, fd as i32).map_err(&asking)?;
+    put(offset_of!(EntryPage, order), order::TAKEN)?;
     Ok(requests)
 }
 

@@ -21,6 +21,8 @@ pub mod order {
     pub const GIVE_UP: u32 = 3;
     /// Leave: nothing is merged any more.
     pub const LEAVE: u32 = 4;
+    /// Open another socket: the agent has no daemon, and finds none.
+    pub const CONNECT: u32 = 5;
 }
 
 /// How far the agent is, in [`EntryPage::stage`].
@@ -45,7 +47,7 @@ pub struct EntryPage {
     pub stage: AtomicU32,
     /// Error number of the step that failed.
     pub error: AtomicI32,
-    /// The end of the agent's first connection that the entering process takes.
+    /// The end of the agent's connection that the entering process takes, of the first or of one that it asks for.
     pub requests: AtomicI32,
     /// Bytes of the path in `socket`.
     pub socket_len: u32,

@@ -22,11 +22,14 @@ use crate::runtime::thread::exit_thread;
 use crate::state::read_settings;
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
-use pagefold_os::raw::Result;
+use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{PAGE_SIZE, mem, sock, syscall};
-use pagefold_protocol::entry::{EntryPage, order};
+use pagefold_protocol::entry::{EntryPage, order, stage};
 use pagefold_protocol::message::{HELLO_ATTACHED, Packet};
+
+/// How long a process that asks for a socket may take for it, in milliseconds.
+const OFFER_MS: u32 = 200;
 
 /// Sockets and userfaultfd that the entry left for the first connection; -1 once they are taken.
 static GIVEN_SOCKET: AtomicI32 = AtomicI32::new(-1);
@@ -39,7 +42,7 @@ fn take(given: &AtomicI32) -> Option<Fd> {
 }
 
 /// A connection to the daemon: at first the one to the daemon that entered. Later ones are by the path of its socket, or by
-/// way of the keeper.
+/// way of the keeper, or to a daemon that asks for one.
 ///
 /// # Errors
 /// As connect(2).
@@ -47,10 +50,30 @@ pub(crate) fn connect() -> Result<Fd> {
     if let Some(given) = take(&GIVEN_SOCKET) {
         return Ok(given);
     }
+    if let Some(page) = page().filter(|page| page.order.load(Ordering::Acquire) == order::CONNECT) {
+        return offer(page);
+    }
     match sock::connect_within(read_settings().0, ACCEPT_MS) {
         Ok(socket) if is_trusted(&socket) => Ok(socket),
         _ => keeper_socket::connect(),
     }
+}
+
+/// Opens a socket for the process that asks for one, which takes the other end.
+fn offer(page: &EntryPage) -> Result<Fd> {
+    let (ours, theirs) = sock::pair()?;
+    page.requests.store(theirs.raw(), Ordering::Relaxed);
+    page.stage.store(stage::OPEN, Ordering::Release);
+    // Events of merged memory wait meanwhile.
+    for _ in 0..OFFER_MS {
+        if page.order.load(Ordering::Acquire) == order::TAKEN {
+            return Ok(ours);
+        }
+        let _ = pagefold_os::fd::poll(&mut [], 1);
+    }
+    // It may have been killed.
+    let given_up = page.order.compare_exchange(order::CONNECT, order::TAKEN, Ordering::AcqRel, Ordering::Acquire);
+    if given_up == Err(order::TAKEN) { Ok(ours) } else { Err(Errno(libc::ETIMEDOUT)) }
 }
 
 /// Whether the process at the other end may have the program's memory: it is of root, or of the program's user. Where the

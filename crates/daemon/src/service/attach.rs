@@ -71,8 +71,14 @@ fn try_attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u3
     let cold = if let Manage::Cold(options) = manage { Some(options) } else { None };
     let makes_userfaultfd = daemon.userfault_device.is_none();
     let settings = Settings { socket, domain, all: manage != Manage::Marked, cold, makes_userfaultfd };
-    let Entered { requests, still } = enter::enter(pid, &agent, &settings)?;
-    enable(&requests, daemon.userfault_device.as_ref()).map_err(refused)?;
+    let Entered { requests, still } = if enter::has_agent(pid) {
+        // Its daemon and its keeper are gone, and no path leads it here.
+        Entered { requests: enter::ask_for_connection(pid)?, still: Duration::ZERO }
+    } else {
+        let entered = enter::enter(pid, &agent, &settings)?;
+        enable(&entered.requests, daemon.userfault_device.as_ref()).map_err(refused)?;
+        entered
+    };
     // Its greeting is on its way.
     if let Some(greeting) = admission::first_packet(&requests) {
         admission::admit(daemon, requests, greeting);
