@@ -22,6 +22,9 @@ use std::time::{Duration, Instant};
 /// How long the agent may take for each of its first packets, in milliseconds.
 const ANSWER_MS: u64 = 10_000;
 
+/// How long an agent may take to greet again, after the end of a loan or of an earlier daemon.
+const GREETS_AGAIN: Duration = Duration::from_secs(2);
+
 /// How often programs are looked for that satisfy a rule.
 const RULES_LOOK: Duration = Duration::from_secs(1);
 /// How often a program is tried that cannot be attached.
@@ -217,6 +220,10 @@ fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
 /// # Errors
 /// One line: why not, and what to do about it.
 pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, String> {
+    let began = Instant::now();
+    while !is_client(daemon, pid) && enter::has_agent(pid) && began.elapsed() < GREETS_AGAIN {
+        thread::sleep(Duration::from_millis(10));
+    }
     let Some(traces) = traces_in(daemon, pid) else {
         if let Some(stat) = ksm::of_process(pid).filter(|stat| stat.merges_all == Some(true) && !is_client(daemon, pid))
         {
