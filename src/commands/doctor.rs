@@ -4,6 +4,7 @@ use crate::daemon_client;
 use crate::error::Error;
 use crate::output::{self, Style};
 use pagefold_os::probe::{self, Finding};
+use pagefold_os::procfs;
 use serde::Serialize;
 use std::process::ExitCode;
 
@@ -19,6 +20,9 @@ pub struct Args {
     #[arg(long)]
     json: bool,
 }
+
+/// The number of the capability (linux/capability.h).
+const CAP_SYS_ADMIN: u32 = 21;
 
 /// One finding, as `--json` shows it.
 #[derive(Debug, Serialize)]
@@ -112,6 +116,34 @@ fn disks(check: pagefold_disk::doctor::Check) -> Item {
     }
 }
 
+/// Whether seccomp filters of programs can be read: by the daemon that runs, or by one that this user would start.
+fn filters() -> Item {
+    let daemon = daemon_client::socket(None).and_then(|socket| daemon_client::status_of_any(&socket));
+    let daemon = daemon.ok().flatten().map(|status| status.pid);
+    let by = daemon.map_or_else(|| "this user".into(), |pid| format!("daemon {pid}"));
+    reads_filters(&procfs::status(daemon.unwrap_or(std::process::id() as i32)), &by)
+}
+
+/// As [`filters`], by what the kernel says of the process `by`.
+fn reads_filters(status: &str, by: &str) -> Item {
+    let rights = procfs::value(status, "CapEff").and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0);
+    let lack = if procfs::value(status, "Seccomp").is_some_and(|mode| mode != "0") {
+        let cure = "the drop-in examples/filters.conf of the package, for the daemon's unit";
+        Some(("has a filter itself, and the kernel shows it no other", cure))
+    } else {
+        (rights >> CAP_SYS_ADMIN & 1 == 0)
+            .then_some(("lacks CAP_SYS_ADMIN", "sudo pagefold daemon, and attach as root"))
+    };
+    Item {
+        part: "merging",
+        name: "attach: programs under a seccomp filter, as in containers".into(),
+        works: lack.is_none(),
+        needed: false,
+        detail: format!("{by} {}", lack.map_or("may read their filters", |(detail, _)| detail)),
+        cure: lack.map(|(_, cure)| cure.into()),
+    }
+}
+
 fn render(findings: &Findings, style: Style) -> String {
     let mut text = String::new();
     for (needed, heading) in [(true, "Needed"), (false, "Useful")] {
@@ -139,7 +171,7 @@ fn render(findings: &Findings, style: Style) -> String {
 
 /// Prints the findings.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let merging = probe::all().into_iter().map(merging).chain([agent()]);
+    let merging = probe::all().into_iter().map(merging).chain([agent(), filters()]);
     let images = pagefold_image::doctor().into_iter().map(images).chain([registries()]);
     let findings: Vec<Item> =
         merging.chain(images).chain(pagefold_disk::doctor::doctor().into_iter().map(disks)).collect();
@@ -160,6 +192,19 @@ mod tests {
     fn finding(works: bool, needed: bool) -> Item {
         let cure = (!works).then(|| "mend it".to_owned());
         Item { part: "merging", name: "thing".into(), works, needed, detail: "seen".into(), cure }
+    }
+
+    #[test]
+    fn filters_are_read_with_the_right_and_without_a_filter() {
+        for (status, works) in [
+            ("CapEff:\t000001ffffffffff\nSeccomp:\t0\n", true),
+            ("CapEff:\t000001ffffffffff\nSeccomp:\t2\n", false),
+            ("CapEff:\t0000000000080000\nSeccomp:\t0\n", false),
+            ("", false),
+        ] {
+            let found = reads_filters(status, "daemon 7");
+            assert_eq!((found.works, found.cure.is_none()), (works, works), "{status}");
+        }
     }
 
     #[test]
