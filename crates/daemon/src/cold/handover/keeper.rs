@@ -196,6 +196,8 @@ pub(crate) mod tests {
     /// A keeper takes the end of its connection for the end of its daemon, and starts another.
     #[test]
     fn a_busy_keeper_is_not_replaced() {
+        // A child of another test's would hold the keeper's listener open.
+        let _alone = lock(&crate::cold::client::tests::FORKING);
         let dir = tempfile::tempdir().unwrap();
         let config = Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() };
         let cold = Tiers::new(config, &dir.path().join("s"));
