@@ -4,9 +4,10 @@
 //! An operation that takes long first reserves the names that it needs, so that no other one uses them or removes their
 //! parents.
 //!
-//! *Commit.* The files of the upper directory become objects by hard links. The note `committing` stands in the snapshot's
-//! directory from before the first link until the snapshot is recorded as committed. A snapshotter that finds the note when
-//! it starts gives the upper directory files of its own again: the container could otherwise write into objects.
+//! *Commit.* The files of the upper directory become objects by hard links, and are deleted there while containerd goes on.
+//! The note `committing` stands in the snapshot's directory from before the first link until they are deleted. A snapshotter
+//! that finds the note when it starts deletes them, or, if the snapshot is not recorded as committed, gives the upper
+//! directory files of its own again: the container could otherwise write into objects.
 
 use crate::database::{Database, Snapshot, SnapshotKind, make_dir, now, sync_dir};
 use crate::error::{At, Error, Result};
@@ -23,6 +24,7 @@ use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::{self, JoinHandle};
 
 /// The label by which containerd asks whether a layer is here: the name that it will be committed under.
 const REFERENCE: &str = "containerd.io/snapshot.ref";
@@ -47,6 +49,8 @@ struct State {
     reserved: HashMap<String, String>,
     /// Snapshots that are being committed.
     busy: Vec<u64>,
+    /// Committed snapshots whose unpacked files are being deleted.
+    releases: HashMap<u64, JoinHandle<()>>,
     /// What each committed snapshot takes, until one is committed or removed.
     usage: Option<Arc<HashMap<u64, Usage>>>,
     /// Whether the store may have objects that only removed snapshots needed.
@@ -100,7 +104,14 @@ impl Snapshots {
         for path in [database.root(), store.root()] {
             mounts::check_path(path)?;
         }
-        let state = State { database, reserved: HashMap::new(), busy: Vec::new(), usage: None, is_garbage_left: true };
+        let state = State {
+            database,
+            reserved: HashMap::new(),
+            busy: Vec::new(),
+            releases: HashMap::new(),
+            usage: None,
+            is_garbage_left: true,
+        };
         let snapshots =
             Self { store, metacopy: mounts::needs_metacopy(), state: Mutex::new(state), mounting: Mutex::default() };
         snapshots.recover()?;
@@ -271,12 +282,38 @@ impl Snapshots {
             self.forget_image(&image)?;
             return Err(error);
         }
-        drop(reservation);
         // The snapshot is committed, whatever happens now; the next start would do the rest.
-        if let Err(error) = release(&dir).and_then(|()| self.end_extraction(below.as_ref())) {
-            eprintln!("pagefold-snapshotter: after the commit of {name:?}: {error}");
+        let said = |done: Result<()>, name: &str| {
+            if let Err(error) = done {
+                eprintln!("pagefold-snapshotter: after the commit of {name:?}: {error}");
+            }
+        };
+        said(self.end_extraction(below.as_ref()), name);
+        // containerd unpacks the next layer meanwhile.
+        let name = name.to_owned();
+        let released = thread::Builder::new().name("release".into()).spawn({
+            let (dir, name) = (dir.clone(), name.clone());
+            move || said(release(&dir), &name)
+        });
+        match released {
+            Ok(release) => {
+                let mut state = self.state();
+                state.releases.retain(|_, release| !release.is_finished());
+                state.releases.insert(active.id, release);
+            }
+            Err(_) => said(release(&dir), &name),
         }
+        // Last: a removal finds the snapshot busy, or the release to wait for.
+        drop(reservation);
         Ok(())
+    }
+
+    /// Waits until nothing works in the directory of snapshot `id` any more.
+    fn wait_for_release(&self, id: u64) {
+        let release = self.state().releases.remove(&id);
+        if let Some(release) = release {
+            let _ = release.join();
+        }
     }
 
     /// Publishes the tree of an active snapshot as an image. Its files may be objects afterwards.
@@ -328,6 +365,8 @@ impl Snapshots {
     /// # Errors
     /// There is none; it has children, or is being committed.
     pub fn remove(&self, name: &str) -> Result<()> {
+        let id = self.state().database.get(name)?.id;
+        self.wait_for_release(id);
         let (snapshot, removed, below) = {
             let _mounting = self.mounting.lock().expect("no panic while held");
             let mut state = self.state();
@@ -445,6 +484,13 @@ impl Snapshots {
             return Err(error.into());
         }
         Ok(())
+    }
+}
+
+impl Drop for Snapshots {
+    fn drop(&mut self) {
+        let releases = std::mem::take(&mut self.state().releases);
+        releases.into_values().for_each(|release| drop(release.join()));
     }
 }
 
