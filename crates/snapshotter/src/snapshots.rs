@@ -49,7 +49,7 @@ struct State {
     reserved: HashMap<String, String>,
     /// Snapshots that are being committed.
     busy: Vec<u64>,
-    /// Committed snapshots whose unpacked files are being deleted.
+    /// Threads that delete the unpacked files of committed snapshots.
     releases: HashMap<u64, JoinHandle<()>>,
     /// What each committed snapshot takes, until one is committed or removed.
     usage: Option<Arc<HashMap<u64, Usage>>>,
