@@ -5,7 +5,7 @@
 mod common;
 
 use common::cold::Host;
-use common::{Daemon, Random, Reaped, Server, ask_until_done, c_program_with, skipped, wait_for};
+use common::{Daemon, Random, Reaped, Server, ask_until_done, c_program_with, shared_pages_in, skipped, wait_for};
 use pagefold_os::sock;
 use std::fs;
 use std::io;
@@ -48,15 +48,6 @@ fn detach(daemon: &Daemon, server: &Server) {
 
 fn shared_pages(daemon: &Daemon, pid: i32) -> u64 {
     shared_pages_in(&daemon.status(), pid)
-}
-
-fn shared_pages_in(status: &serde_json::Value, pid: i32) -> u64 {
-    let clients = status["clients"].as_array().cloned().unwrap_or_default();
-    clients
-        .iter()
-        .filter(|client| client["pid"] == pid)
-        .filter_map(|client| client["stats"]["pages_sharing"].as_u64())
-        .sum()
 }
 
 /// What a process shows of itself: threads, descriptors, and mappings that only an agent makes.

@@ -6,7 +6,7 @@
 mod common;
 
 use common::cold::Host;
-use common::{Reaped, Server, ask_until_done, skipped, wait_for};
+use common::{Reaped, Server, ask_until_done, shared_pages_in, skipped, wait_for};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -85,13 +85,6 @@ impl Drop for Engine {
     }
 }
 
-fn shared_pages(host: &Host, pid: i32) -> u64 {
-    let status = host.status();
-    let clients = status["clients"].as_array().cloned().unwrap_or_default();
-    let of_it = clients.iter().filter(|client| client["pid"] == pid);
-    of_it.filter_map(|client| client["stats"]["pages_sharing"].as_u64()).sum()
-}
-
 #[test]
 fn containers_under_the_default_seccomp_filter_are_merged_and_parked() {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
@@ -111,7 +104,7 @@ fn containers_under_the_default_seccomp_filter_are_merged_and_parked() {
     for round in 0..2 {
         wait_for("both to share their area", 120, || {
             servers.iter_mut().for_each(|server| _ = server.check("reset 1"));
-            common::comes(30, || pids.iter().all(|pid| shared_pages(&host, *pid) >= PAGES * 9 / 10))
+            common::comes(30, || pids.iter().all(|pid| shared_pages_in(&host.status(), *pid) >= PAGES * 9 / 10))
         });
         for server in &mut servers {
             for word in ["write 500", "discard 200", "fork 1", "move 5", "check 1"] {

@@ -358,6 +358,16 @@ impl Server {
     }
 }
 
+/// Pages of a process that show the pool, by a status.
+pub fn shared_pages_in(status: &Value, pid: i32) -> u64 {
+    let clients = status["clients"].as_array().cloned().unwrap_or_default();
+    clients
+        .iter()
+        .filter(|client| client["pid"] == pid)
+        .filter_map(|client| client["stats"]["pages_sharing"].as_u64())
+        .sum()
+}
+
 /// Events of one name in a status, over all domains.
 pub fn events(status: &Value, name: &str) -> u64 {
     status["domains"].as_array().into_iter().flatten().filter_map(|domain| domain["events"][name].as_u64()).sum()

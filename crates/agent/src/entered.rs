@@ -1,7 +1,7 @@
 //! Where the agent begins in a program that runs already: the first function of its first thread, which opens a socket, has
 //! its other end taken and has the userfaultfd enabled (`crates/entry` is the other side).
 
-use crate::attached::{give, keep_page};
+use crate::attached::{give, keep_page, offer};
 use crate::cold;
 use crate::owned_ranges::{self, Owned};
 use crate::runtime::thread::begin_thread;
@@ -10,12 +10,12 @@ use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{Range, mem, sock, syscall};
-use pagefold_protocol::entry::{EntryPage, order, stage};
+use pagefold_protocol::entry::{EntryPage, stage};
 use pagefold_protocol::handshake::receive;
 use pagefold_protocol::message::{Op, Packet};
 
 /// How long the entering process may take for each of its steps, in milliseconds.
-const STEP_MS: i32 = 10_000;
+const STEP_MS: u32 = 10_000;
 
 /// For how long the reason of a failure can be read, in milliseconds.
 const FAILED_MS: i32 = 50;
@@ -66,19 +66,8 @@ fn begin(page: &EntryPage) -> Result<()> {
     if unsafe { syscall!(libc::SYS_prctl, libc::PR_GET_DUMPABLE) } != Ok(1) {
         return Err(Errno(libc::EACCES));
     }
-    let (requests, theirs) = sock::pair()?;
-    page.requests.store(theirs.raw(), Ordering::Relaxed);
-    page.stage.store(stage::OPEN, Ordering::Release);
-    for waited_ms in 0.. {
-        match page.order.load(Ordering::Acquire) {
-            order::TAKEN => break,
-            order::GIVE_UP => return Err(Errno(libc::ECANCELED)),
-            _ if waited_ms == STEP_MS => return Err(Errno(libc::ETIMEDOUT)),
-            _ => drop(pagefold_os::fd::poll(&mut [], 1)),
-        }
-    }
-    drop(theirs);
-    sock::set_timeout(&requests, STEP_MS as u64)?;
+    let requests = offer(page, STEP_MS)?;
+    sock::set_timeout(&requests, u64::from(STEP_MS))?;
     let (_, mut fds) = receive(&requests, Op::Welcome)?;
     let hold = match Uffd::bare(fds.take(0).as_ref()) {
         Ok(hold) => hold,

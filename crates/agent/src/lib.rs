@@ -51,5 +51,4 @@ pub mod range_attributes;
 #[cfg(not(loom))]
 mod runtime;
 #[cfg(not(loom))]
-#[cfg(not(loom))]
 mod state;

@@ -676,12 +676,17 @@ fn begin(
             error: io::Error::from_raw_os_error(errno),
         });
     }
-    let taking = step("taking the agent's socket (Linux 6.9 or newer)");
     // The number that the kernel wrote is that of the program's own namespace of processes.
-    let own = own_thread(pid).unwrap_or(thread);
-    let fd = word(offset_of!(EntryPage, requests)).map_err(&taking)?;
+    take_connection(own_thread(pid).unwrap_or(thread), memory, layout.page)
+}
+
+/// Takes the socket that the agent's thread `own` has opened, as its entry page says.
+fn take_connection(own: i32, memory: &Memory, page: u64) -> Result<Fd, EntryError> {
+    let taking = step("taking the agent's socket (Linux 6.9 or newer)");
+    let fd = memory.word(page + offset_of!(EntryPage, requests) as u64).map_err(&taking)?;
     let requests = take_descriptor(own, fd as i32).map_err(&taking)?;
-    put(offset_of!(EntryPage, order), &order::TAKEN.to_ne_bytes())?;
+    let order = page + offset_of!(EntryPage, order) as u64;
+    memory.write(order, &order::TAKEN.to_ne_bytes()).map_err(step("writing the agent"))?;
     Ok(requests)
 }
 
@@ -715,10 +720,7 @@ pub fn ask_for_connection(pid: i32) -> Result<Fd, EntryError> {
         put(offset_of!(EntryPage, order), order::TAKEN)?;
         return Err(refuse("a client of another daemon"));
     }
-    let fd = memory.word(page + offset_of!(EntryPage, requests) as u64).map_err(&asking)?;
-    let requests = take_descriptor(own, fd as i32).map_err(&asking)?;
-    put(offset_of!(EntryPage, order), order::TAKEN)?;
-    Ok(requests)
+    take_connection(own, &memory, page)
 }
 
 /// The agent's first thread, by its name.

@@ -137,6 +137,19 @@ pub fn peer(socket: &Fd) -> Result<libc::ucred> {
     Ok(cred)
 }
 
+/// True if the process at the other end was of this process's user when it connected, or listened.
+pub fn is_of_own_user(socket: &Fd) -> bool {
+    // SAFETY: the call takes no arguments and cannot fail.
+    let own = unsafe { syscall!(libc::SYS_geteuid) };
+    peer(socket).is_ok_and(|peer| own == Ok(peer.uid as usize))
+}
+
+/// True as long as a process has the other end.
+pub fn is_open(socket: &Fd) -> bool {
+    let mut polls = [libc::pollfd { fd: socket.raw(), events: libc::POLLRDHUP, revents: 0 }];
+    crate::fd::poll(&mut polls, 0) == Ok(0)
+}
+
 /// A descriptor of the process at the other end when it connected, which no other process can come to be.
 ///
 /// # Errors

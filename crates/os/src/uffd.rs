@@ -206,27 +206,6 @@ impl From<[u64; 4]> for Message {
     }
 }
 
-impl From<Message> for [u64; 4] {
-    fn from(message: Message) -> [u64; 4] {
-        message.0
-    }
-}
-
-impl From<Event> for Message {
-    fn from(event: Event) -> Message {
-        Message(match event {
-            Event::PageFault { addr, write, thread } => {
-                [EVENT_PAGEFAULT.into(), write.into(), addr, u64::from(thread as u32)]
-            }
-            Event::Remove(range) => [EVENT_REMOVE.into(), range.start, range.end, 0],
-            Event::Unmap(range) => [EVENT_UNMAP.into(), range.start, range.end, 0],
-            Event::Remap { from, to } => [EVENT_REMAP.into(), from.start, to, from.len()],
-            Event::Fork(fd) => [EVENT_FORK.into(), u64::from(fd as u32), 0, 0],
-            Event::Other(number) => [number.into(), 0, 0, 0],
-        })
-    }
-}
-
 /// A userfaultfd: a watch over ranges of one process's memory.
 #[derive(Debug)]
 pub struct Uffd(Fd);

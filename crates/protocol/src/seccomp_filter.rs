@@ -40,6 +40,7 @@ pub struct Verdict {
 }
 
 /// A system call as a filter sees it.
+#[derive(Clone, Copy)]
 struct Call {
     number: c_long,
     args: [u64; 6],
@@ -203,11 +204,15 @@ pub fn judge(program: &[sock_filter]) -> Verdict {
 /// The number of the first call of an attached program's agent that one of `filters` forbids, or nothing. The agent
 /// `makes_userfaultfd` by userfaultfd(2) if the daemon has no device for it.
 pub fn first_forbidden(filters: &[&[sock_filter]], makes_userfaultfd: bool) -> Option<c_long> {
-    let is_made = |call: &&Call| call.number != libc::SYS_userfaultfd || makes_userfaultfd;
-    let lists = [WORK, START, EXECUTE, core::slice::from_ref(&FOLLOW), ATTACHED];
+    let is_made = |call: &Call| call.number != libc::SYS_userfaultfd || makes_userfaultfd;
     let is_forbidden = |call: &Call| filters.iter().any(|filter| !allows(filter, call));
-    let listed = lists.into_iter().flatten().filter(is_made).find(|call| is_forbidden(call)).map(|call| call.number);
-    listed.or_else(|| requests().find(is_forbidden).map(|call| call.number))
+    attached_calls().filter(is_made).find(is_forbidden).map(|call| call.number)
+}
+
+/// All calls of an attached program's agent.
+fn attached_calls() -> impl Iterator<Item = Call> {
+    let lists = [WORK, START, EXECUTE, &[FOLLOW], ATTACHED];
+    lists.into_iter().flatten().copied().chain(requests())
 }
 
 fn allows(program: &[sock_filter], call: &Call) -> bool {
@@ -217,8 +222,7 @@ fn allows(program: &[sock_filter], call: &Call) -> bool {
 
 /// Numbers of all calls of an attached program's agent, in no order, some of them several times.
 pub fn called_when_attached() -> impl Iterator<Item = c_long> {
-    let lists = [WORK, START, EXECUTE, core::slice::from_ref(&FOLLOW), ATTACHED];
-    lists.into_iter().flatten().map(|call| call.number).chain([libc::SYS_ioctl])
+    attached_calls().map(|call| call.number)
 }
 
 /// Numbers of the calls without which the agent does not stay, in no order, some of them several times.

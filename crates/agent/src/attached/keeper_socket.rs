@@ -16,10 +16,15 @@ const SEND_MS: u64 = 100;
 /// The agent's end; -1 if there is none. Once there is one, its number stays open until the agent's last thread ends.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
 
+fn socket() -> Option<ManuallyDrop<Fd>> {
+    let fd = SOCKET.load(Ordering::Relaxed);
+    // SAFETY: the descriptor is open, and this value never closes it.
+    (fd >= 0).then(|| ManuallyDrop::new(unsafe { Fd::from_raw(fd) }))
+}
+
 /// True as long as the other end is open: keeper or daemon live.
 pub(crate) fn is_open() -> bool {
-    let mut poll = [libc::pollfd { fd: SOCKET.load(Ordering::Relaxed), events: 0, revents: 0 }];
-    poll[0].fd >= 0 && pagefold_os::fd::poll(&mut poll, 0) == Ok(0)
+    socket().is_some_and(|socket| sock::is_open(&socket))
 }
 
 /// A new socket, both ends. Each daemon gets one: it gives the other end to each keeper that it has.
@@ -31,12 +36,12 @@ pub(crate) fn new() -> Result<Option<(Fd, Fd)>> {
 
 /// `socket` takes the place of the one before. Another thread may be sending by that, so the number stays.
 pub(super) fn replace(socket: Fd) {
-    let before = SOCKET.load(Ordering::Relaxed);
-    if before < 0 {
-        SOCKET.store(socket.into_raw(), Ordering::Relaxed);
-    } else {
-        // SAFETY: dup3(2) takes no pointer. The number is this module's, and stands for the new socket from now on.
-        let _ = unsafe { syscall!(libc::SYS_dup3, socket.raw(), before, libc::O_CLOEXEC) };
+    match self::socket() {
+        None => SOCKET.store(socket.into_raw(), Ordering::Relaxed),
+        Some(before) => {
+            // SAFETY: dup3(2) takes no pointer. The number is this module's, and stands for the new socket from now on.
+            let _ = unsafe { syscall!(libc::SYS_dup3, socket.raw(), before.raw(), libc::O_CLOEXEC) };
+        }
     }
 }
 
@@ -45,12 +50,7 @@ pub(super) fn replace(socket: Fd) {
 /// # Errors
 /// `ENOTCONN` if there is no socket; as sendmsg(2).
 pub(super) fn send(op: Op, carried: &Fd) -> Result<()> {
-    let fd = SOCKET.load(Ordering::Relaxed);
-    if fd < 0 {
-        return Err(Errno(libc::ENOTCONN));
-    }
-    // SAFETY: the descriptor is open, and this value never closes it.
-    let socket = ManuallyDrop::new(unsafe { Fd::from_raw(fd) });
+    let socket = socket().ok_or(Errno(libc::ENOTCONN))?;
     sock::send(&socket, Packet::new(op).bytes(), &[carried.raw()])
 }
 

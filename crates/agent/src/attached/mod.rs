@@ -28,7 +28,7 @@ use pagefold_os::{PAGE_SIZE, mem, sock, syscall};
 use pagefold_protocol::entry::{EntryPage, order, stage};
 use pagefold_protocol::message::{HELLO_ATTACHED, Packet};
 
-/// How long a process that asks for a socket may take for it, in milliseconds.
+/// How long a process that asks for a socket may take for it, in milliseconds: events of merged memory wait meanwhile.
 const OFFER_MS: u32 = 200;
 
 /// Sockets and userfaultfd that the entry left for the first connection; -1 once they are taken.
@@ -51,7 +51,7 @@ pub(crate) fn connect() -> Result<Fd> {
         return Ok(given);
     }
     if let Some(page) = page().filter(|page| page.order.load(Ordering::Acquire) == order::CONNECT) {
-        return offer(page);
+        return offer(page, OFFER_MS);
     }
     match sock::connect_within(read_settings().0, ACCEPT_MS) {
         Ok(socket) if is_trusted(&socket) => Ok(socket),
@@ -59,19 +59,22 @@ pub(crate) fn connect() -> Result<Fd> {
     }
 }
 
-/// Opens a socket for the process that asks for one, which takes the other end.
-fn offer(page: &EntryPage) -> Result<Fd> {
+/// Opens a socket for the process that enters or asks for one, and waits at most so long until that has the other end.
+///
+/// # Errors
+/// As socketpair(2); `ECANCELED` if the process gives up, `ETIMEDOUT`.
+pub(crate) fn offer(page: &EntryPage, patience_ms: u32) -> Result<Fd> {
     let (ours, theirs) = sock::pair()?;
     page.requests.store(theirs.raw(), Ordering::Relaxed);
     page.stage.store(stage::OPEN, Ordering::Release);
-    // Events of merged memory wait meanwhile.
-    for _ in 0..OFFER_MS {
-        if page.order.load(Ordering::Acquire) == order::TAKEN {
-            return Ok(ours);
+    for _ in 0..patience_ms {
+        match page.order.load(Ordering::Acquire) {
+            order::TAKEN => return Ok(ours),
+            order::GIVE_UP => return Err(Errno(libc::ECANCELED)),
+            _ => drop(pagefold_os::fd::poll(&mut [], 1)),
         }
-        let _ = pagefold_os::fd::poll(&mut [], 1);
     }
-    // It may have been killed.
+    // A process that asked may have been killed: the next one asks anew.
     let given_up = page.order.compare_exchange(order::CONNECT, order::TAKEN, Ordering::AcqRel, Ordering::Acquire);
     if given_up == Err(order::TAKEN) { Ok(ours) } else { Err(Errno(libc::ETIMEDOUT)) }
 }
@@ -79,9 +82,7 @@ fn offer(page: &EntryPage) -> Result<Fd> {
 /// Whether the process at the other end may have the program's memory: it is of root, or of the program's user. Where the
 /// program sees other files than the daemon, any process may listen at the path.
 fn is_trusted(socket: &Fd) -> bool {
-    // SAFETY: the call takes no arguments.
-    let own = unsafe { syscall!(libc::SYS_geteuid) }.unwrap_or(0) as u32;
-    sock::peer(socket).is_ok_and(|peer| [0, own].contains(&peer.uid))
+    sock::is_of_own_user(socket) || sock::peer(socket).is_ok_and(|peer| peer.uid == 0)
 }
 
 /// The agent's end of a new socket to the keeper, which has the other end.

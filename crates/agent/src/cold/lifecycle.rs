@@ -42,8 +42,12 @@ extern "C" fn second_main() -> ! {
     const NAME: &core::ffi::CStr = c"pagefold-cold";
     // In an attached program the table of descriptors is that of the agent's first thread, with its socket to the keeper and
     // none of the program's.
-    let has_table = ATTACHED || begin_thread(NAME);
-    name_thread(NAME);
+    let has_table = if ATTACHED {
+        name_thread(NAME);
+        true
+    } else {
+        begin_thread(NAME)
+    };
     if has_table {
         serve_while(&LOAN);
     }

@@ -155,11 +155,8 @@ impl ForkedChildren {
 
     /// Passes the end of an agent's new socket on to the daemon. Where there is none the agent sees the end, and asks again.
     fn lead_to_daemon(&self, end: &Fd) {
-        // SAFETY: the call takes no arguments and cannot fail.
-        let own = unsafe { libc::geteuid() };
-        let is_ours = |daemon: &Fd| sock::peer(daemon).is_ok_and(|peer| peer.uid == own);
         let daemon = sock::connect_within(self.daemon.as_os_str().as_bytes(), LEAD_MS);
-        if let Some(daemon) = daemon.ok().filter(is_ours) {
+        if let Some(daemon) = daemon.ok().filter(sock::is_of_own_user) {
             let _ = sock::set_timeout(&daemon, LEAD_MS);
             let _ = sock::send(&daemon, Packet::new(Op::Connect).bytes(), &[end.raw()]);
         }

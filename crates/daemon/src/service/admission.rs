@@ -37,30 +37,28 @@ pub(crate) fn first_packet(socket: &Fd) -> Option<FirstPacket> {
 
 /// Makes the agent a client that sends this greeting, or refuses it.
 pub(crate) fn admit(daemon: &Daemon, socket: Fd, greeting: FirstPacket) {
-    const HELLO: u32 = Op::Hello as u32;
-    const CONNECT: u32 = Op::Connect as u32;
-    match Packet::parse(&greeting.bytes) {
-        Some(packet) if packet.op == CONNECT && is_own(&socket) => admit_led(daemon, greeting.fds),
-        Some(hello) if hello.op == HELLO => admit_agent(daemon, socket, &hello, greeting.fds),
-        _ => refuse_hello(&socket, pagefold_os::Errno(libc::EPROTO)),
+    let is_led = Packet::parse(&greeting.bytes).is_some_and(|packet| packet.op == Op::Connect as u32);
+    // The keeper is of our own user.
+    if is_led && sock::is_of_own_user(&socket) {
+        admit_led(daemon, greeting.fds);
+    } else {
+        admit_greeting(daemon, socket, greeting);
     }
-}
-
-/// Whether the other end is of our own user, as the keeper is.
-fn is_own(socket: &Fd) -> bool {
-    // SAFETY: the call takes no arguments and cannot fail.
-    let own = unsafe { libc::geteuid() };
-    sock::peer(socket).is_ok_and(|peer| peer.uid == own)
 }
 
 /// Admits an agent that the keeper has led here: it greets on the socket that came. The kernel names the process that made
 /// that socket.
 fn admit_led(daemon: &Daemon, mut fds: sock::Fds) {
     let Some(socket) = fds.take(0) else { return };
-    let Some(greeting) = first_packet(&socket) else { return };
-    match Packet::parse(&greeting.bytes) {
-        Some(hello) if hello.op == Op::Hello as u32 => admit_agent(daemon, socket, &hello, greeting.fds),
-        _ => refuse_hello(&socket, pagefold_os::Errno(libc::EPROTO)),
+    if let Some(greeting) = first_packet(&socket) {
+        admit_greeting(daemon, socket, greeting);
+    }
+}
+
+fn admit_greeting(daemon: &Daemon, socket: Fd, greeting: FirstPacket) {
+    match Packet::parse(&greeting.bytes).filter(|packet| packet.op == Op::Hello as u32) {
+        Some(hello) => admit_agent(daemon, socket, &hello, greeting.fds),
+        None => refuse_hello(&socket, pagefold_os::Errno(libc::EPROTO)),
     }
 }
 

@@ -103,8 +103,8 @@ impl EventJournal {
 
     /// Writes an event as the kernel would.
     #[cfg(test)]
-    pub(crate) fn put(&mut self, place: usize, message: Message) {
-        for (word, value) in self.page().messages[place].iter().zip(<[u64; WORDS]>::from(message)) {
+    pub(crate) fn put(&mut self, place: usize, message: [u64; WORDS]) {
+        for (word, value) in self.page().messages[place].iter().zip(message) {
             word.store(value, Ordering::Relaxed);
         }
     }

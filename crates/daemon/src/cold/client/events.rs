@@ -27,16 +27,16 @@ impl Client {
         let got = service.journal.read(&self.uffd);
         let now = sched::quick_monotonic_ns();
         // What takes pages away comes first: the kernel delivers faults before it, and they wait anyway.
-        for is_fault in [false, true] {
-            for place in 0..got {
-                match service.journal.event(place) {
-                    Some(Event::PageFault { addr, write, thread }) if is_fault => {
-                        note_fault(service, addr & !(PAGE - 1), write, thread, now);
-                        service.journal.remove(place);
-                    }
-                    Some(Event::PageFault { .. }) | None => {}
-                    Some(event) => self.obey_event(service, tier, place, event),
-                }
+        for place in 0..got {
+            match service.journal.event(place) {
+                Some(Event::PageFault { .. }) | None => {}
+                Some(event) => self.obey_event(service, tier, place, event),
+            }
+        }
+        for place in 0..got {
+            if let Some(Event::PageFault { addr, write, thread }) = service.journal.event(place) {
+                note_fault(service, addr & !(PAGE - 1), write, thread, now);
+                service.journal.remove(place);
             }
         }
         if got > 0 {
@@ -492,7 +492,7 @@ mod tests {
                 moved(&second, &tier, two.0, two.1);
             } else {
                 let journal = &mut lock(&second.service).journal;
-                journal.put(3, Event::Remap { from: two.0, to: two.1 }.into());
+                journal.put(3, [uffd::EVENT_REMAP.into(), two.0.start, two.1, two.0.len()]);
                 if is_cleared {
                     journal.set_cleared(3);
                 }

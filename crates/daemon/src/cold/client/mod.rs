@@ -354,9 +354,6 @@ pub(crate) mod tests {
         /// Obeys `events` as if they had been read.
         pub(crate) fn obey(&self, service: &mut Service, tier: &Tier, events: &[Event]) {
             for (place, event) in events.iter().enumerate() {
-                service.journal.put(place, (*event).into());
-            }
-            for (place, event) in events.iter().enumerate() {
                 self.obey_event(service, tier, place, *event);
             }
         }

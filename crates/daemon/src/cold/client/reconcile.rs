@@ -98,7 +98,7 @@ mod tests {
     use super::super::event_journal::EVENTS;
     use super::super::tests::{own, successor};
     use super::*;
-    use pagefold_os::uffd::{self, Event};
+    use pagefold_os::uffd;
     use pagefold_os::{PAGE_SIZE, fd, mem};
     use pagefold_protocol::residency_map::RESIDENT;
 
@@ -164,7 +164,7 @@ mod tests {
         let tier = tier();
         evict(&client, &tier, memory.addr(), 7);
         let ours = client.pagemap.duplicate().unwrap();
-        lock(&client.service).journal.put(5, Event::Fork(ours.raw()).into());
+        lock(&client.service).journal.put(5, [uffd::EVENT_FORK.into(), ours.raw() as u64, 0, 0]);
         let client = successor(client, &tier);
         assert!(lock(&client.service).journal.event(5).is_none());
         assert!(pagefold_os::pagemap::is_one(&ours));

@@ -10,6 +10,7 @@
 use super::deposit::{deposit_arena, deposit_client};
 use crate::cold::tiers::Tiers;
 use pagefold_os::fd::Fd;
+use pagefold_os::sock;
 use pagefold_os::sync::lock;
 use pagefold_tier::keeper::Keeper;
 use std::io;
@@ -58,7 +59,7 @@ pub(crate) fn ensure_keeper(tiers: &Tiers) {
     }
     tiers.pending_children.deposit(keeper);
     let mut ends = lock(&tiers.keepers_ends);
-    ends.retain(is_open);
+    ends.retain(sock::is_open);
     ends.iter().for_each(|end| drop(keeper.serve_children(end)));
     tiers.keeper_changed.ring();
 }
@@ -94,18 +95,12 @@ pub(crate) fn leave_keepers_end(tiers: &Tiers, end: Fd) -> Result<(), Fd> {
     match lock(&tiers.keeper).as_ref() {
         Some(keeper) if keeper.serve_children(&end).is_ok() => {
             let mut ends = lock(&tiers.keepers_ends);
-            ends.retain(is_open);
+            ends.retain(sock::is_open);
             ends.push(end);
             Ok(())
         }
         _ => Err(end),
     }
-}
-
-/// True as long as an agent has the other end.
-fn is_open(end: &Fd) -> bool {
-    let mut poll = [libc::pollfd { fd: end.raw(), events: libc::POLLRDHUP, revents: 0 }];
-    pagefold_os::fd::poll(&mut poll, 0) == Ok(0)
 }
 
 /// False if the keeper has ended. A keeper that answers slowly, or cannot list all its names, still holds everything, and
@@ -119,7 +114,6 @@ pub(super) fn lives(keeper: &Keeper) -> bool {
 pub(crate) mod tests {
     use super::*;
     use crate::cold::config::Config;
-    use pagefold_os::sock;
     use pagefold_os::wait::Bell;
     use std::os::unix::ffi::OsStrExt;
     use std::time::{Duration, Instant};
