@@ -2,6 +2,7 @@
 
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, procfs};
+use pagefold_protocol::residency_map::SCANT_PAGES;
 use pagefold_tier::policy::stalled_share;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -236,7 +237,9 @@ impl MemoryLimits {
         self.free.store(free, Ordering::Relaxed);
         let left = (free / 4).min(PAGES_BETWEEN);
         let reserved = left.min(wanted);
-        self.left.store((left - reserved) as i64, Ordering::Relaxed);
+        // An agent takes this look for the latest: where it would stop, the next page looks again.
+        let rest = if free < SCANT_PAGES { 0 } else { left - reserved };
+        self.left.store(rest as i64, Ordering::Relaxed);
         reserved
     }
 
@@ -355,6 +358,17 @@ pub(crate) mod tests {
         std::fs::write(dir.path().join("memory.limit_in_bytes"), mib(20)).expect("a file");
         use_up(67);
         assert_eq!(room.reserve_pages(1), 0, "of a small limit more is kept");
+    }
+
+    #[test]
+    fn a_limit_that_left_little_room_is_looked_at_for_each_page() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let room = limited(dir.path(), 0, 1000);
+        let set = |file: &str, bytes: u64| std::fs::write(dir.path().join(file), bytes.to_string()).expect("a file");
+        set("memory.usage_in_bytes", (965 << 20) - (60 << 12));
+        assert_eq!((room.reserve_pages(1), room.free()), (1, 60));
+        set("memory.limit_in_bytes", 2000 << 20);
+        assert!(room.reserve_pages(1) == 1 && room.free() > 1000, "a limit that is lifted is heard of at once");
     }
 
     #[test]

@@ -198,7 +198,7 @@ pub(super) fn fault_in<F: Fn(u64, u64) -> (u64, bool)>(residency: &ResidencyMap,
         return Ok(());
     }
     let epoch = head.epoch.load(Ordering::SeqCst);
-    let has_no_room = || !wanted.ignores_limit && head.headroom() < STEP_PAGES as u64;
+    let has_no_room = || !wanted.ignores_limit && head.is_scant();
     let mut is_full = false;
     // True if something is out that was touched: the table says so a moment longer, and until the daemon has heard of a bare
     // call that took it elsewhere.

@@ -62,6 +62,9 @@ pub const DISCARDED: u8 = 3;
 /// Times of the last discard that are kept for chunks outside the map: a chunk uses the slot of its number modulo this.
 pub const DISCARD_SLOTS: usize = 64;
 
+/// With room for fewer pages than these, an agent that brings much back stops, and the daemon looks at the limit at each page.
+pub const SCANT_PAGES: u64 = 64;
+
 /// The head of the file.
 #[repr(C)]
 #[derive(Debug)]
@@ -119,9 +122,9 @@ impl Head {
         self.headroom.store(pages.saturating_add(1), Ordering::Release);
     }
 
-    /// Pages for which there is room, as far as is known.
-    pub fn headroom(&self) -> u64 {
-        self.headroom.load(Ordering::Acquire).wrapping_sub(1)
+    /// Agent: there is room for less than [`SCANT_PAGES`], as far as is known.
+    pub fn is_scant(&self) -> bool {
+        self.headroom.load(Ordering::Acquire).wrapping_sub(1) < SCANT_PAGES
     }
 }
 
