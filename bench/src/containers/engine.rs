@@ -35,12 +35,17 @@ impl Engine {
     /// Starts both, and waits until they answer.
     pub fn start(dir: &Path) -> Result<Engine, Failure> {
         let at = dir.display();
-        let config = format!(
+        let mut config = format!(
             "version = 2\nroot = \"{at}/containerd\"\nstate = \"{at}/state\"\n\
              disabled_plugins = [\"io.containerd.grpc.v1.cri\"]\n[grpc]\naddress = \"{at}/containerd.sock\"\n\
              [ttrpc]\naddress = \"{at}/ttrpc.sock\"\n\
              [proxy_plugins.pagefold]\ntype = \"snapshot\"\naddress = \"{at}/snapshotter.sock\"\n"
         );
+        // What containerd 2.x may unpack to.
+        for snapshotter in SNAPSHOTTERS {
+            config += "[[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\n";
+            config += &format!("platform = \"linux\"\nsnapshotter = \"{snapshotter}\"\n");
+        }
         fs::write(dir.join("config.toml"), config)?;
         let log = |name: &str| File::create(dir.join(name));
         let mut command = Command::new(process::beside("pagefold-snapshotter")?);

@@ -123,6 +123,13 @@ pub fn unmount_metadata(dir: &Path, all: bool) -> Result<()> {
     Ok(())
 }
 
+/// A mount behind that of overlayfs, which changes nothing: a remount without options. containerd 2.4 looks users up in the
+/// layers of an overlay that comes last, and does not mount it. It knows no data-only layer, and the files of the metadata
+/// have no bytes.
+fn no_change() -> Mount {
+    Mount { kind: "none", source: "none".into(), options: vec!["remount".into()] }
+}
+
 /// What containerd is to mount for `snapshot`, whose directory is `dir`, over the layers of its parent.
 pub fn mounts(snapshot: &Snapshot, dir: &Path, layers: Option<(PathBuf, PathBuf)>) -> Vec<Mount> {
     let is_view = snapshot.kind == SnapshotKind::View;
@@ -148,11 +155,14 @@ pub fn mounts(snapshot: &Snapshot, dir: &Path, layers: Option<(PathBuf, PathBuf)
         options.push(format!("workdir={}", text(&dir.join("work"))));
         options.push(format!("upperdir={}", text(&dir.join("fs"))));
     }
-    options.push(match is_extracted_to(&snapshot.name) && !is_view {
-        true => format!("lowerdir={}", text(&metadata)),
-        false => format!("lowerdir={}::{}", text(&metadata), text(&objects)),
-    });
-    vec![Mount { kind: "overlay", source: "overlay".into(), options }]
+    let overlay = |lower: String| {
+        options.push(lower);
+        Mount { kind: "overlay", source: "overlay".into(), options }
+    };
+    match is_extracted_to(&snapshot.name) && !is_view {
+        true => vec![overlay(format!("lowerdir={}", text(&metadata)))],
+        false => vec![overlay(format!("lowerdir={}::{}", text(&metadata), text(&objects))), no_change()],
+    }
 }
 
 #[cfg(test)]
@@ -180,6 +190,9 @@ mod tests {
         let layers = || Some(("/r/digests".into(), "/s/objects".into()));
         let lower = |name: &str, kind| {
             let mounts = mounts(&snapshot(name, kind), "/r/7".as_ref(), layers());
+            let lasts = [&mounts[0], &no_change()];
+            let is_extracted = is_extracted_to(name) && kind == SnapshotKind::Active;
+            assert_eq!(mounts.last(), Some(lasts[usize::from(!is_extracted)]), "a layer is unpacked to one mount");
             let lower = mounts[0].options.iter().find_map(|option| option.strip_prefix("lowerdir=")).unwrap();
             lower.to_string()
         };

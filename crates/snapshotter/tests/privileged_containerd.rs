@@ -50,6 +50,9 @@ address = "{dir}/ttrpc.sock"
 [proxy_plugins.pagefold]
 type = "snapshot"
 address = "{dir}/snapshotter.sock"
+[[plugins."io.containerd.transfer.v1.local".unpack_config]]
+platform = "linux"
+snapshotter = "pagefold"
 "#
         );
         let file = scratch.path().join("config.toml");
