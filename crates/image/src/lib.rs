@@ -34,6 +34,7 @@ mod in_use;
 mod layout;
 mod link_farm;
 mod maintain;
+mod parallel;
 mod proc_fd;
 pub mod progress;
 mod random_id;

@@ -5,6 +5,7 @@ use super::omissions::{Omissions, clean_xattrs};
 use super::source::{GONE, OpenFile, SourceDirectory, file_state, last_name, meta, read_xattrs};
 use super::walk::FoundFile;
 use crate::error::{At, Error, Result};
+use crate::parallel;
 use crate::progress::Progress;
 use crate::sys;
 use crate::tree::{Data, FileKind, Inode, Tree, Xattrs};
@@ -15,8 +16,6 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// A file as it was read.
 pub(super) struct ReadFile {
@@ -39,31 +38,7 @@ pub(super) fn read_files<'a>(
     files: &'a [FoundFile],
     progress: &Progress,
 ) -> Result<Vec<(&'a FoundFile, Option<ReadFile>)>> {
-    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
-    let results = Mutex::new(Vec::with_capacity(files.len()));
-    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(files.len().max(1));
-    let worker = || -> Result<()> {
-        let mut own = Vec::new();
-        while !failed.load(Ordering::Relaxed) {
-            let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
-            match read_found(build, source, file, progress) {
-                Ok(read) => own.push((file, read)),
-                Err(error) => {
-                    failed.store(true, Ordering::Relaxed);
-                    return Err(error);
-                }
-            }
-        }
-        results.lock().expect("no panic while held").append(&mut own);
-        Ok(())
-    };
-    std::thread::scope(|scope| -> Result<()> {
-        let threads: Vec<_> = (1..workers).map(|_| scope.spawn(worker)).collect();
-        let first = worker();
-        let rest: Vec<_> = threads.into_iter().map(|thread| thread.join().expect("workers do not panic")).collect();
-        rest.into_iter().fold(first, |sum, result| sum.and(result))
-    })?;
-    Ok(results.into_inner().expect("no panic while held"))
+    parallel::map(files, |file| Ok((file, read_found(build, source, file, progress)?)))
 }
 
 /// Reads what stands under the names of a file that the walk saw and that is no longer there. A file replaced by rename(2)

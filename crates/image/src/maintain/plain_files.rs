@@ -1,6 +1,7 @@
 //! Plain files of directories: which there are, and what is in them, hashed by pages.
 
 use crate::error::{At, Result};
+use crate::parallel;
 use crate::sys::PAGE;
 use pagefold_os::fill::fill;
 use pagefold_os::read_once;
@@ -11,7 +12,6 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The first half of the SHA-256 of some content.
 pub(super) type Key = [u8; 16];
@@ -82,18 +82,11 @@ pub(super) fn open(path: &Path) -> io::Result<File> {
 
 /// Passes each of `items` to `look` with a buffer for [`read_pages`], on all processors.
 pub(super) fn for_each<T: Sync>(items: &[T], look: impl Fn(&T, &mut [u8]) + Sync) {
-    let next = AtomicUsize::new(0);
-    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(items.len());
-    std::thread::scope(|scope| {
-        for _ in 0..workers {
-            scope.spawn(|| {
-                let mut buffer = vec![0; BUFFER];
-                while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    look(item, &mut buffer);
-                }
-            });
-        }
-    });
+    let work = |buffer: &mut Vec<u8>, item: &T| {
+        look(item, buffer);
+        Ok(())
+    };
+    parallel::map_with(items, || vec![0; BUFFER], work).expect("this work does not fail");
 }
 
 /// The next part of a file.

@@ -126,8 +126,8 @@ impl Staging<'_> {
         Ok(Publication { record, trees, staged_record })
     }
 
-    /// Gives the metadata images and their lists of objects their names, after all that they refer to has its own. Returns
-    /// true if link farms need a repair: an earlier build may have ended before its repair, or could not read this image
+    /// Gives the metadata images and their lists of objects their names, after all that they refer to has its own. The disk
+    /// may not have them yet: they carry checksums, and nothing refers to them before the record does. Returns true if link farms need a repair: an earlier build may have ended before its repair, or could not read this image
     /// then.
     pub(crate) fn name_trees(&self, publication: &Publication) -> Result<bool> {
         let digests: Vec<Digest> = publication.trees.iter().map(|tree| tree.digest).collect();
@@ -143,7 +143,12 @@ impl Staging<'_> {
             } else {
                 fs::rename(&tree.image, &tree_path).at(&tree_path)?;
             }
-            fs::rename(&tree.list, &list_path).at(&list_path)?;
+            // The disk may not have the new list yet: it must not take the place of one that a record relies on.
+            if fs::read(&list_path).ok() == fs::read(&tree.list).ok() {
+                fs::remove_file(&tree.list).at(&tree.list)?;
+            } else {
+                fs::rename(&tree.list, &list_path).at(&list_path)?;
+            }
         }
         Ok(self.store.is_repair_due())
     }

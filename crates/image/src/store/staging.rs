@@ -57,6 +57,8 @@ pub(crate) struct Batch {
     /// Digest to staging file.
     files: HashMap<Digest, PathBuf>,
     bytes: u64,
+    /// Bytes of copies among them: the disk may not have them yet.
+    copied: u64,
     /// Digests that this build has claimed and seen in the store.
     known: HashSet<Digest>,
 }
@@ -77,6 +79,8 @@ pub(crate) struct Staging<'a> {
     disk: File,
     batch: Mutex<Batch>,
     counter: AtomicU64,
+    /// Whether the disk has what is linked: see [`Staging::sync_before_links`].
+    has_links: AtomicBool,
     /// Whether the disk may have lost something of the build.
     lost: AtomicBool,
     pub(crate) stats: BuildStats,
@@ -96,6 +100,7 @@ impl<'a> Staging<'a> {
             dir,
             batch: Mutex::default(),
             counter: AtomicU64::new(0),
+            has_links: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             stats: BuildStats::default(),
         })
@@ -170,8 +175,9 @@ impl<'a> Staging<'a> {
         Ok(file)
     }
 
-    /// Adds the file `path` to the batch as object `digest`, or removes it if the batch has that object.
-    fn stage(&self, digest: Digest, size: u64, path: PathBuf) -> Result<()> {
+    /// Adds the file `path` to the batch as object `digest`, or removes it if the batch has that object. It is a copy, or a
+    /// link to a file that is not the build's.
+    fn stage(&self, digest: Digest, size: u64, path: PathBuf, is_copy: bool) -> Result<()> {
         let mut batch = self.batch();
         if batch.files.contains_key(&digest) {
             drop(batch);
@@ -179,6 +185,7 @@ impl<'a> Staging<'a> {
         }
         batch.files.insert(digest, path);
         batch.bytes += size;
+        batch.copied += if is_copy { size } else { 0 };
         self.stats.objects_new.fetch_add(1, Ordering::Relaxed);
         self.stats.bytes_new.fetch_add(size, Ordering::Relaxed);
         Ok(())
@@ -212,7 +219,7 @@ impl<'a> Staging<'a> {
             fs::remove_file(&path).at(&path)?;
             return Ok(None);
         }
-        self.stage(digest, size, path)?;
+        self.stage(digest, size, path, false)?;
         Ok(Some(Data::Object(digest, size)))
     }
 
@@ -227,7 +234,7 @@ impl<'a> Staging<'a> {
         if !self.has(&digest, size)? {
             let (path, mut file) = self.scratch()?;
             file.write_all(bytes).at(&path)?;
-            self.stage(digest, size, path)?;
+            self.stage(digest, size, path, true)?;
         }
         Ok(Data::Object(digest, size))
     }
@@ -276,7 +283,7 @@ impl<'a> Staging<'a> {
         if self.has(&digest, size)? {
             fs::remove_file(&path).at(&path)?;
         } else {
-            self.stage(digest, size, path)?;
+            self.stage(digest, size, path, true)?;
         }
         Ok(Data::Object(digest, size))
     }
@@ -297,12 +304,22 @@ impl<'a> Staging<'a> {
         synced
     }
 
-    /// Makes everything staged durable and gives the objects of the batch their names. Returns true if link farms need a
-    /// repair: an object was replaced, or a repair was due already. The caller keeps the batch locked until it is done.
-    pub(crate) fn flush(&self, batch: &mut Batch) -> Result<bool> {
+    /// Makes the bytes durable of all files that [`Staging::link_file`] links from now on or has linked: another thread hashes
+    /// them meanwhile. The caller has looked at each of them before, and links none that has changed since.
+    pub(crate) fn sync_before_links(&self) -> Result<()> {
         self.sync(&self.dir)?;
+        self.has_links.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes the objects of the batch durable and gives them their names. Returns true if link farms need a repair: an object
+    /// was replaced, or a repair was due already. The caller keeps the batch locked until it is done.
+    pub(crate) fn flush(&self, batch: &mut Batch) -> Result<bool> {
         if batch.files.is_empty() {
             return Ok(false);
+        }
+        if batch.copied > 0 || !self.has_links.load(Ordering::Acquire) {
+            self.sync(&self.dir)?;
         }
         let digests: Vec<Digest> = batch.files.keys().copied().collect();
         let mut replaced = false;
@@ -313,7 +330,7 @@ impl<'a> Staging<'a> {
             }
             Ok(())
         })??;
-        batch.bytes = 0;
+        (batch.bytes, batch.copied) = (0, 0);
         Ok(replaced || self.store.is_repair_due())
     }
 

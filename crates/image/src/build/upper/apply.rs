@@ -2,13 +2,14 @@
 
 use crate::build::Build;
 use crate::build::omissions::{Omissions, clean_xattrs, is_whiteout};
-use crate::build::source::{OpenFile, SourceDirectory, file_state, meta, names, read_xattrs, stat_and_target};
+use crate::build::source::{SourceDirectory, file_state, meta, names, read_xattrs, stat_and_target};
 use crate::build::walk::kind;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::layout::placed_objects;
+use crate::parallel;
 use crate::sys;
-use crate::tree::{self, Data, FileKind, Id, Inode, ROOT, Tree, Xattrs, show};
+use crate::tree::{self, Data, FileKind, INLINE_MAX, Id, Inode, ROOT, Tree, Xattrs, show};
 use rustix::fs::Stat;
 use std::cell::OnceCell;
 use std::collections::{HashMap, HashSet};
@@ -16,6 +17,7 @@ use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 /// How often a file that changes meanwhile is read.
 const READS: u32 = 3;
@@ -45,6 +47,16 @@ struct Upper<'a, 'b> {
     data_paths: OnceCell<HashMap<Vec<u8>, Data>>,
     /// Directories that are still to be read: path, number, and the parent's directory below.
     todo: Vec<(PathBuf, Id, Option<Id>)>,
+    /// Files that are still to be read.
+    files: Vec<UnreadFile>,
+}
+
+/// A file of the upper directory whose bytes the tree does not have yet.
+struct UnreadFile {
+    path: PathBuf,
+    id: Id,
+    /// Its state when the walk found it.
+    stat: Stat,
 }
 
 /// The tree that the upper directory `upper` shows over `parent`. Its files are in the store, staged by `build`.
@@ -65,6 +77,7 @@ pub fn apply(build: &Build, parent: &Tree, upper: &Path, options: Options, omiss
         linked: HashMap::new(),
         data_paths: OnceCell::new(),
         todo: vec![(PathBuf::new(), ROOT, Some(ROOT))],
+        files: Vec::new(),
     };
     if is_opaque(&xattrs) {
         upper.tree.clear(ROOT);
@@ -75,6 +88,7 @@ pub fn apply(build: &Build, parent: &Tree, upper: &Path, options: Options, omiss
         upper.directory(&path, id, below)?;
     }
     upper.check_moves()?;
+    upper.read_files()?;
     Ok(upper.tree)
 }
 
@@ -125,12 +139,19 @@ impl Upper<'_, '_> {
         if is_dir {
             return self.subdirectory(path, id, below, name, &stat, xattrs);
         }
+        let has_metadata_only = self.options.follow_redirects && overlay(&xattrs, "metacopy").is_some();
+        let is_unread = matches!(file_kind, FileKind::File(_)) && !has_metadata_only;
         let kind = match file_kind {
-            FileKind::File(_) => FileKind::File(self.file(&path, below, name, &stat, &xattrs)?),
+            FileKind::File(_) if has_metadata_only => {
+                FileKind::File(self.data_below(&path, below, name, overlay(&xattrs, "redirect"))?)
+            }
             other => other,
         };
         let meta = meta(&stat, self.clean(xattrs, name));
         let new = self.tree.add(Inode { meta, kind });
+        if is_unread {
+            self.files.push(UnreadFile { path, id: new, stat });
+        }
         self.tree.link(id, name, new)?;
         if stat.st_nlink > 1 {
             self.linked.insert((stat.st_dev, stat.st_ino), new);
@@ -186,31 +207,32 @@ impl Upper<'_, '_> {
         names.into_iter().try_fold(ROOT, |dir, name| self.parent.child(dir, name))
     }
 
-    /// Takes the bytes of a regular file into the store, or finds them in the parent.
-    fn file(&mut self, path: &Path, below: Option<Id>, name: &[u8], stat: &Stat, xattrs: &Xattrs) -> Result<Data> {
-        if self.options.follow_redirects && overlay(xattrs, "metacopy").is_some() {
-            return self.data_below(path, below, name, overlay(xattrs, "redirect"));
-        }
-        for _ in 0..READS {
-            let Some(mut open) = self.source.open_file(path)? else { return Err(changed(&self.source.full(path))) };
-            if file_state(&open.stat) != file_state(stat) && stat.st_nlink == 1 {
-                // Another name's link changes the time of the inode, and nothing else does.
-                continue;
+    /// Takes the bytes of the files into the store, on all processors, while the disk writes what is to be linked.
+    fn read_files(&mut self) -> Result<()> {
+        let (build, source, links) = (self.build, &self.source, !self.options.copy);
+        let files = std::mem::take(&mut self.files);
+        let sync = || match links && files.iter().any(|file| file.stat.st_size as u64 > INLINE_MAX) {
+            true => build.sync_before_links(),
+            false => Ok(()),
+        };
+        let read = || parallel::map(&files, |file| read_file(build, source, file, links));
+        let contents = thread::scope(|scope| match thread::Builder::new().spawn_scoped(scope, read) {
+            Ok(reading) => {
+                let synced = sync();
+                let contents = reading.join().expect("no panic");
+                synced.and(contents)
             }
-            if let Some(data) = self.read(&mut open)? {
-                return Ok(data);
+            // No thread can be made.
+            Err(_) => sync().and_then(|()| read()),
+        })?;
+        for (file, (data, changed)) in files.iter().zip(contents) {
+            let inode = self.tree.inode_mut(file.id);
+            inode.kind = FileKind::File(data);
+            if let Some(stat) = changed {
+                inode.meta = meta(&stat, std::mem::take(&mut inode.meta.xattrs));
             }
         }
-        Err(changed(&self.source.full(path)))
-    }
-
-    /// Reads an open file; `None` if it changed meanwhile.
-    fn read(&self, open: &mut OpenFile) -> Result<Option<Data>> {
-        let OpenFile { file, path, stat } = open;
-        let data = self.build.take(file, path, stat, !self.options.copy)?;
-        let after = rustix::fs::fstat(&*file).at(&*path)?;
-        let is_same = sys::is_unwritten(stat, &after) && data.size() == after.st_size as u64;
-        Ok(is_same.then_some(data))
+        Ok(())
     }
 
     /// The bytes of a file of which the upper directory has only the metadata.
@@ -264,6 +286,62 @@ impl Upper<'_, '_> {
     }
 }
 
+/// Takes the bytes of a file into the store, by a link if it may and the file is as the walk found it. Returns its state too,
+/// if it is not.
+fn read_file(
+    build: &Build,
+    source: &SourceDirectory,
+    file: &UnreadFile,
+    may_link: bool,
+) -> Result<(Data, Option<Stat>)> {
+    let UnreadFile { path, stat: found, .. } = file;
+    for _ in 0..READS {
+        let Some(mut open) = source.open_file(path)? else { return Err(changed(&source.full(path))) };
+        // Another name's link changes the time of the inode, and nothing else does.
+        let has_same_time = found.st_nlink > 1 || file_state(found) == file_state(&open.stat);
+        let is_as_found = has_same_time && found.st_ino == open.stat.st_ino && sys::is_unwritten(found, &open.stat);
+        let data = build.take(&mut open.file, &open.path, &open.stat, may_link && is_as_found)?;
+        let after = rustix::fs::fstat(&open.file).at(&open.path)?;
+        if sys::is_unwritten(&open.stat, &after) && data.size() == after.st_size as u64 {
+            return Ok((data, (!is_as_found).then_some(after)));
+        }
+    }
+    Err(changed(&source.full(path)))
+}
+
 fn changed(full: &Path) -> Error {
     Error::Refused(format!("{}: changes while it is committed; end what writes to it", full.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run_config::RunConfig;
+    use crate::store::{ON_SYNC, Store};
+    use std::cell::RefCell;
+    use std::fs;
+    use std::os::unix::fs::MetadataExt;
+    use std::rc::Rc;
+
+    #[test]
+    fn a_linked_file_is_durable_before_it_is_an_object_and_an_object_before_its_image() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap();
+        let upper = dir.path().join("upper");
+        fs::create_dir(&upper).unwrap();
+        (0..3).for_each(|number| fs::write(upper.join(number.to_string()), vec![number; 5000]).unwrap());
+        let names = Rc::new(RefCell::new(Vec::new()));
+        let (seen, objects, images) = (names.clone(), store.objects_dir(), store.path("images"));
+        ON_SYNC.set(Some(Box::new(move || {
+            let places = fs::read_dir(&objects).unwrap().map(|place| fs::read_dir(place.unwrap().path()).unwrap());
+            seen.borrow_mut()
+                .push((places.map(Iterator::count).sum::<usize>(), fs::read_dir(&images).unwrap().count()));
+        })));
+        let build = store.build().unwrap();
+        let tree = apply(&build, &Tree::default(), &upper, Options::default(), &mut Omissions::default()).unwrap();
+        build.publish("x", &tree, "t", RunConfig::default(), vec![]).unwrap();
+        ON_SYNC.set(None);
+        assert_eq!(*names.borrow(), [(0, 0), (3, 0)], "objects and images at each sync");
+        assert!(store.image("x").is_ok() && fs::metadata(upper.join("1")).unwrap().nlink() == 2);
+    }
 }
