@@ -3,6 +3,7 @@
 //! The same function names OCI blobs and is what the kernel's `inode_share`
 //! fingerprints carry, so one pass over a file's bytes serves all three.
 
+use crate::buffer::with_buffer;
 use crate::error::{Error, Result, input};
 use sha2::Digest as _;
 use std::fmt;
@@ -162,18 +163,20 @@ impl<W: Write> Write for HashingWriter<W> {
 /// # Errors
 /// The reader's.
 pub fn hash_reader(reader: &mut impl Read) -> io::Result<(Digest, u64)> {
-    let (mut hasher, mut buffer, mut total) = (sha2::Sha256::new(), vec![0; 1 << 18], 0);
-    loop {
-        match reader.read(&mut buffer) {
-            Ok(0) => return Ok((Digest(hasher.finalize().into()), total)),
-            Ok(count) => {
-                hasher.update(&buffer[..count]);
-                total += count as u64;
+    with_buffer(1 << 18, |buffer| {
+        let (mut hasher, mut total) = (sha2::Sha256::new(), 0);
+        loop {
+            match reader.read(buffer) {
+                Ok(0) => return Ok((Digest(hasher.finalize().into()), total)),
+                Ok(count) => {
+                    hasher.update(&buffer[..count]);
+                    total += count as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
             }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
         }
-    }
+    })
 }
 
 #[cfg(test)]

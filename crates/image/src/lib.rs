@@ -25,6 +25,7 @@
 
 #![deny(unsafe_code)]
 
+mod buffer;
 pub mod build;
 pub mod config;
 pub mod digest;

@@ -5,23 +5,19 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-/// Calls `work` for each of `items` and returns the results in the order of the items. Each thread passes its own `state`.
+/// Calls `work` for each of `items` and returns the results in the order of the items.
 ///
 /// # Errors
 /// One of those of `work`. No item is begun after the first error.
-pub(crate) fn map_with<'a, T: Sync, S, R: Send>(
-    items: &'a [T],
-    state: impl Fn() -> S + Sync,
-    work: impl Fn(&mut S, &'a T) -> Result<R> + Sync,
-) -> Result<Vec<R>> {
+pub(crate) fn map<'a, T: Sync, R: Send>(items: &'a [T], work: impl Fn(&'a T) -> Result<R> + Sync) -> Result<Vec<R>> {
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let done = Mutex::new(Vec::with_capacity(items.len()));
     let worker = || -> Result<()> {
-        let (mut state, mut own) = (state(), Vec::new());
+        let mut own = Vec::new();
         while !failed.load(Ordering::Relaxed) {
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some(item) = items.get(index) else { break };
-            let result = work(&mut state, item).inspect_err(|_| failed.store(true, Ordering::Relaxed))?;
+            let result = work(item).inspect_err(|_| failed.store(true, Ordering::Relaxed))?;
             own.push((index, result));
         }
         done.lock().expect("no panic while held").append(&mut own);
@@ -39,11 +35,6 @@ pub(crate) fn map_with<'a, T: Sync, S, R: Send>(
     let mut done = done.into_inner().expect("no panic while held");
     done.sort_unstable_by_key(|(index, _)| *index);
     Ok(done.into_iter().map(|(_, result)| result).collect())
-}
-
-/// [`map_with`] without a state.
-pub(crate) fn map<'a, T: Sync, R: Send>(items: &'a [T], work: impl Fn(&'a T) -> Result<R> + Sync) -> Result<Vec<R>> {
-    map_with(items, || (), |(), item| work(item))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Plain files of directories: which there are, and what is in them, hashed by pages.
 
+use crate::buffer::with_buffer;
 use crate::error::{At, Result};
 use crate::parallel;
 use crate::sys::PAGE;
@@ -82,11 +83,11 @@ pub(super) fn open(path: &Path) -> io::Result<File> {
 
 /// Passes each of `items` to `look` with a buffer for [`read_pages`], on all processors.
 pub(super) fn for_each<T: Sync>(items: &[T], look: impl Fn(&T, &mut [u8]) + Sync) {
-    let work = |buffer: &mut Vec<u8>, item: &T| {
-        look(item, buffer);
+    let work = |item| {
+        with_buffer(BUFFER, |buffer| look(item, buffer));
         Ok(())
     };
-    parallel::map_with(items, || vec![0; BUFFER], work).expect("this work does not fail");
+    parallel::map(items, work).expect("this work does not fail");
 }
 
 /// The next part of a file.

@@ -8,13 +8,13 @@
 use super::lease::Lease;
 use super::objects::is_whole;
 use super::{Store, make_dir};
+use crate::buffer::with_buffer;
 use crate::digest::{Digest, hash_reader};
 use crate::error::{At, Error, Result};
 use crate::sys;
 use crate::tree::{Data, INLINE_MAX};
 use pagefold_os::fill::fill;
 use rustix::fs::{AtFlags, CWD, RenameFlags, Stat};
-use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
@@ -241,15 +241,7 @@ impl<'a> Staging<'a> {
 
     /// Stages everything that `reader` gives, without holding it in memory. Calls `tick` with the size of each piece.
     pub(crate) fn put_reader(&self, reader: &mut impl Read, what: &Path, mut tick: impl FnMut(u64)) -> Result<Data> {
-        thread_local! {
-            /// One per thread: a new megabyte for each file would cost more than most files do.
-            static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
-        }
-        let mut buffer = BUFFER.take();
-        buffer.resize(1 << 20, 0);
-        let result = self.put_pieces(reader, what, &mut tick, &mut buffer);
-        BUFFER.set(buffer);
-        result
+        with_buffer(1 << 20, |buffer| self.put_pieces(reader, what, &mut tick, buffer))
     }
 
     fn put_pieces(
