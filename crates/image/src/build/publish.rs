@@ -140,8 +140,8 @@ impl<'a> Build<'a> {
         Ok(data)
     }
 
-    /// Makes the bytes durable of all files that [`Build::take`] links, while another thread hashes them. The caller has looked
-    /// at each of them before, and links none that has changed since.
+    /// Makes the bytes durable of all files that [`Build::take`] links, while another thread hashes them. The caller has
+    /// looked at each of them before, and links none that has changed since.
     pub(crate) fn sync_before_links(&self) -> Result<()> {
         self.staging.sync_before_links()
     }

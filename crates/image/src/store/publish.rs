@@ -127,8 +127,8 @@ impl Staging<'_> {
     }
 
     /// Gives the metadata images and their lists of objects their names, after all that they refer to has its own. The disk
-    /// may not have them yet: they carry checksums, and nothing refers to them before the record does. Returns true if link farms need a repair: an earlier build may have ended before its repair, or could not read this image
-    /// then.
+    /// may not have them yet: they carry checksums, and nothing refers to them before the record does. Returns true if link
+    /// farms need a repair: an earlier build may have ended before its repair, or could not read this image then.
     pub(crate) fn name_trees(&self, publication: &Publication) -> Result<bool> {
         let digests: Vec<Digest> = publication.trees.iter().map(|tree| tree.digest).collect();
         // This build keeps the trees from here on; what takes long needs no lock.

@@ -296,16 +296,16 @@ impl<'a> Staging<'a> {
         synced
     }
 
-    /// Makes the bytes durable of all files that [`Staging::link_file`] links from now on or has linked: another thread hashes
-    /// them meanwhile. The caller has looked at each of them before, and links none that has changed since.
+    /// Makes the bytes durable of all files that [`Staging::link_file`] links from now on or has linked: another thread
+    /// hashes them meanwhile. The caller has looked at each of them before, and links none that has changed since.
     pub(crate) fn sync_before_links(&self) -> Result<()> {
         self.sync(&self.dir)?;
         self.has_links.store(true, Ordering::Release);
         Ok(())
     }
 
-    /// Makes the objects of the batch durable and gives them their names. Returns true if link farms need a repair: an object
-    /// was replaced, or a repair was due already. The caller keeps the batch locked until it is done.
+    /// Makes the objects of the batch durable and gives them their names. Returns true if link farms need a repair: an
+    /// object was replaced, or a repair was due already. The caller keeps the batch locked until it is done.
     pub(crate) fn flush(&self, batch: &mut Batch) -> Result<bool> {
         if batch.files.is_empty() {
             return Ok(false);

@@ -62,7 +62,8 @@ pub const DISCARDED: u8 = 3;
 /// Times of the last discard that are kept for chunks outside the map: a chunk uses the slot of its number modulo this.
 pub const DISCARD_SLOTS: usize = 64;
 
-/// With room for fewer pages than these, an agent that brings much back stops, and the daemon looks at the limit at each page.
+/// With room for fewer pages than these, an agent that brings much back stops, and the daemon looks at the limit at each
+/// page.
 pub const SCANT_PAGES: u64 = 64;
 
 /// The head of the file.

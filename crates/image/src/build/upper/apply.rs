@@ -51,7 +51,7 @@ struct Upper<'a, 'b> {
     files: Vec<UnreadFile>,
 }
 
-/// A file of the upper directory whose bytes the tree does not have yet.
+/// A file of the upper directory. The tree does not have its bytes yet.
 struct UnreadFile {
     path: PathBuf,
     id: Id,
@@ -286,8 +286,8 @@ impl Upper<'_, '_> {
     }
 }
 
-/// Takes the bytes of a file into the store, by a link if it may and the file is as the walk found it. Returns its state too,
-/// if it is not.
+/// Takes the bytes of a file into the store, by a link if it may and the file is as the walk found it. Returns its state
+/// too, if it is not.
 fn read_file(
     build: &Build,
     source: &SourceDirectory,
