@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// The snapshotters, by containerd's names for them.
-pub const SNAPSHOTTERS: [&str; 2] = ["overlayfs", "pagefold"];
+/// The snapshotters, by containerd's names for them. Only containerd 2.1 and later may have the last one.
+const SNAPSHOTTERS: [&str; 3] = ["overlayfs", "pagefold", "erofs"];
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -44,7 +44,7 @@ impl Engine {
         // What containerd 2.x may unpack to.
         for snapshotter in SNAPSHOTTERS {
             config += "[[plugins.\"io.containerd.transfer.v1.local\".unpack_config]]\n";
-            config += &format!("platform = \"linux\"\nsnapshotter = \"{snapshotter}\"\n");
+            config += &format!("platform = \"linux\"\nsnapshotter = \"{snapshotter}\"\noptional = true\n");
         }
         fs::write(dir.join("config.toml"), config)?;
         let log = |name: &str| File::create(dir.join(name));
@@ -64,6 +64,19 @@ impl Engine {
             engine.ctr(&["snapshot", "--snapshotter", "pagefold", "ls"]).ok()
         })?;
         Ok(engine)
+    }
+
+    /// The snapshotters that are here.
+    pub fn snapshotters(&self) -> std::io::Result<Vec<&'static str>> {
+        let plugins = self.ctr(&["plugin", "ls"])?;
+        let works = |name: &&str| {
+            plugins.lines().map(|line| line.split_whitespace().collect::<Vec<_>>()).any(|words| {
+                words.first() == Some(&"io.containerd.snapshotter.v1")
+                    && words[1] == *name
+                    && words.last() == Some(&"ok")
+            })
+        };
+        Ok(SNAPSHOTTERS.into_iter().filter(works).collect())
     }
 
     /// What `ctr` prints.

@@ -1,4 +1,5 @@
-//! `pagefold bench containers`: images and containers of containerd by our snapshotter, beside overlayfs' own.
+//! `pagefold bench containers`: images and containers of containerd by our snapshotter, beside containerd's for overlayfs
+//! and EROFS.
 //!
 //! Memory is counted on the files of the containers' roots, each page once: both kinds of roots are mounts of overlayfs, and
 //! the frames tell which of their files show one memory. The ideal is what the different files of both versions take.
@@ -12,7 +13,7 @@ use crate::scratch::Scratch;
 use crate::stats::Spread;
 use crate::{files::target, options, record};
 use clap::Parser;
-use engine::{Engine, Registry, SNAPSHOTTERS, lacks};
+use engine::{Engine, Registry, lacks};
 use images::{Version, versions};
 use pagefold_image::progress::Progress;
 use pagefold_image::{scan, stat};
@@ -75,14 +76,15 @@ fn measure(args: &Args) -> Result<(), Failure> {
     let versions = versions(&scratch)?;
     let mut rows = Vec::new();
     let engine = Engine::start(&scratch.sub("engine")?)?;
-    for snapshotter in SNAPSHOTTERS {
+    let peers = engine.snapshotters()?;
+    for snapshotter in &peers {
         for version in &versions {
             engine.import(snapshotter, &version.archive)?;
         }
     }
-    pulls(&scratch, &engine, &versions[0], rounds, &mut rows)?;
-    memory(&engine, &versions, &mut rows)?;
-    starts(&engine, &versions[0], rounds, &mut rows)?;
+    pulls(&scratch, &engine, &versions[0], (&peers, rounds), &mut rows)?;
+    memory(&engine, &peers, &versions, &mut rows)?;
+    starts(&engine, &versions[0], (&peers, rounds), &mut rows)?;
     drop(engine);
     let version = |program: &str| record::first_line(&[program, "--version"]);
     record::emit_versions(json!({ "containerd": version("containerd"), "runc": version("runc") }));
@@ -92,12 +94,10 @@ fn measure(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Rows of both snapshotters; the second one is compared with the first.
-fn compare(kind: &str, field: &str, more: (&str, &str), measured: [Vec<f64>; 2], out: &mut Vec<Value>) {
-    let [overlayfs, ours] = measured.map(Spread::of);
-    for (peer, spread) in SNAPSHOTTERS.into_iter().zip([overlayfs, ours]) {
-        out.push(row(kind, field, more, peer, spread, overlayfs));
-    }
+/// Rows of the snapshotters; the others are compared with the first.
+fn compare(kind: &str, field: &str, more: (&str, &str), peers: &[&str], measured: Vec<Vec<f64>>, out: &mut Vec<Value>) {
+    let spreads: Vec<Spread> = measured.into_iter().map(Spread::of).collect();
+    out.extend(peers.iter().zip(&spreads).map(|(peer, spread)| row(kind, field, more, peer, *spread, spreads[0])));
 }
 
 fn row(kind: &str, field: &str, more: (&str, &str), peer: &str, spread: Spread, overlayfs: Spread) -> Value {
@@ -113,7 +113,7 @@ fn pulls(
     scratch: &Scratch,
     engine: &Engine,
     version: &Version,
-    rounds: usize,
+    (peers, rounds): (&[&str], usize),
     out: &mut Vec<Value>,
 ) -> Result<(), Failure> {
     let Some(registry) = Registry::start(&scratch.sub("registry")?)? else {
@@ -122,17 +122,20 @@ fn pulls(
     };
     let image = format!("{}/app:1", registry.host);
     engine.ctr(&["image", "push", "--plain-http", &image, &version.name])?;
-    let (mut measured, mut synced) = ([[vec![], vec![]], [vec![], vec![]]], [vec![], vec![]]);
+    let (mut measured, mut synced) = ([(); 2].map(|()| vec![vec![]; peers.len()]), [vec![], vec![]]);
     for round in 0..rounds {
-        for turn in 0..2 {
-            let (peer, dir) = ((round + turn) % 2, scratch.sub(&format!("pull-{round}-{turn}"))?);
-            let engine = Engine::start(&dir)?;
+        for turn in 0..peers.len() {
+            let peer = (round + turn) % peers.len();
+            let own = Scratch { dir: scratch.sub(&format!("pull-{round}-{turn}"))? };
+            // What the last one had is deleted.
+            process::sh(&format!("sync -f {}", own.dir.display()))?;
+            let engine = Engine::start(&own.dir)?;
             for (known, namespace) in ["one", "two"].into_iter().enumerate() {
-                let pulled = engine.pull(namespace, SNAPSHOTTERS[peer], &image)?;
+                let pulled = engine.pull(namespace, peers[peer], &image)?;
                 measured[known][peer].push(pulled);
                 // The next pull finds a disk at rest.
                 let start = Instant::now();
-                process::sh(&format!("sync -f {}", dir.display()))?;
+                process::sh(&format!("sync -f {}", own.dir.display()))?;
                 if peer == 0 {
                     synced[known].push(pulled + start.elapsed().as_secs_f64());
                 }
@@ -141,19 +144,19 @@ fn pulls(
     }
     for (known, (measured, synced)) in ["nothing", "everything"].into_iter().zip(measured.into_iter().zip(synced)) {
         let overlayfs = Spread::of(measured[0].clone());
-        compare("pull", "seconds", ("known", known), measured, out);
+        compare("pull", "seconds", ("known", known), peers, measured, out);
         out.push(row("pull", "seconds", ("known", known), "overlayfs, synced", Spread::of(synced), overlayfs));
     }
     Ok(())
 }
 
 /// The page cache of two containers, one of each version, after every file was read in both.
-fn memory(engine: &Engine, versions: &[Version; 2], out: &mut Vec<Value>) -> Result<(), Failure> {
+fn memory(engine: &Engine, peers: &[&str], versions: &[Version; 2], out: &mut Vec<Value>) -> Result<(), Failure> {
     let plain = versions.each_ref().map(|version| version.plain.clone());
     let predicted = scan::trees(&plain, &Progress::silent())?;
     let ideal = predicted.total_bytes - predicted.file.duplicate_bytes;
     out.push(json!({ "bench": "container memory", "peer": "ideal", "resident_bytes": ideal, "of_ideal": 1.0 }));
-    for snapshotter in SNAPSHOTTERS {
+    for snapshotter in peers {
         let mut roots = Vec::new();
         for (number, version) in versions.iter().enumerate() {
             roots.push(engine.hold(snapshotter, &version.name, &format!("held-{number}"))?);
@@ -180,17 +183,22 @@ fn memory(engine: &Engine, versions: &[Version; 2], out: &mut Vec<Value>) -> Res
 }
 
 /// Starts of a container, warm, and with everything out of the kernel's caches.
-fn starts(engine: &Engine, version: &Version, rounds: usize, out: &mut Vec<Value>) -> Result<(), Failure> {
+fn starts(
+    engine: &Engine,
+    version: &Version,
+    (peers, rounds): (&[&str], usize),
+    out: &mut Vec<Value>,
+) -> Result<(), Failure> {
     let caches = "/proc/sys/vm/drop_caches";
     for kind in ["warm", "cold"] {
         if kind == "cold" && fs::OpenOptions::new().write(true).open(caches).is_err() {
             eprintln!("SKIPPED: cold starts: {caches} cannot be written");
             continue;
         }
-        let mut measured = [vec![], vec![]];
+        let mut measured = vec![vec![]; peers.len()];
         for round in 0..=rounds {
-            for turn in 0..2 {
-                let peer = (round + turn) % 2;
+            for turn in 0..peers.len() {
+                let peer = (round + turn) % peers.len();
                 if kind == "cold" {
                     process::sh("sync")?;
                     fs::write(caches, "3")?;
@@ -199,14 +207,14 @@ fn starts(engine: &Engine, version: &Version, rounds: usize, out: &mut Vec<Value
                     process::run("runc", &["--version"])?;
                     process::run("true", &[])?;
                 }
-                let ms = engine.run(SNAPSHOTTERS[peer], &version.name, &["/bin/true"])?;
+                let ms = engine.run(peers[peer], &version.name, &["/bin/true"])?;
                 // The first round warms what both have in common.
                 if round > 0 {
                     measured[peer].push(ms);
                 }
             }
         }
-        compare("container start", "ms", ("caches", kind), measured, out);
+        compare("container start", "ms", ("caches", kind), peers, measured, out);
     }
     Ok(())
 }

@@ -50,6 +50,7 @@ address = "{dir}/ttrpc.sock"
 [proxy_plugins.pagefold]
 type = "snapshot"
 address = "{dir}/snapshotter.sock"
+exports = {{ root = "{dir}/root" }}
 [[plugins."io.containerd.transfer.v1.local".unpack_config]]
 platform = "linux"
 snapshotter = "pagefold"
