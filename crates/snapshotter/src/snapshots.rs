@@ -171,13 +171,13 @@ impl Snapshots {
         labels: BTreeMap<String, String>,
     ) -> Result<Vec<Mount>> {
         check_key(name)?;
+        if let Some(target) = labels.get(REFERENCE)
+            && let Some(known) = self.known_layer(target, parent)?
+        {
+            return Err(Error::Exists(known));
+        }
         let (reservation, below, id) = {
             let mut state = self.state();
-            if let Some(target) = labels.get(REFERENCE)
-                && let Some(known) = known_layer(&state.database, target, parent)
-            {
-                return Err(Error::Exists(known.into()));
-            }
             if state.is_taken(name) {
                 return Err(Error::Exists(name.into()));
             }
@@ -209,6 +209,54 @@ impl Snapshots {
         drop(state);
         drop(reservation);
         Ok(mounts::mounts(&snapshot, &dir, layers))
+    }
+
+    /// The committed snapshot that a layer with reference `target` over `parent` would become. It is made of an image of the
+    /// store, if one has these layers.
+    fn known_layer(&self, target: &str, parent: &str) -> Result<Option<String>> {
+        let (reservation, id, image, below) = {
+            let mut state = self.state();
+            if let Some(known) = known_layer(&state.database, target, parent) {
+                return Ok(Some(known.into()));
+            }
+            let below = state.parent(parent)?.map(|below| below.labels.get(REFERENCE).cloned().unwrap_or_default());
+            let id = state.database.next_id();
+            let name = format!("layers/{id} {target}");
+            state.reserved.insert(name.clone(), parent.into());
+            (Reservation { snapshots: self, name, busy: None }, id, self.image_name(&state, id), below)
+        };
+        let chain = target.strip_prefix("sha256:").and_then(|hex| Digest::from_hex(hex.as_bytes()));
+        let Some(chain) = chain else { return Ok(None) };
+        let build = self.store.build()?;
+        let Some(known) = build.known_chain(&chain)? else { return Ok(None) };
+        if known.below.map(|below| below.to_string()) != below {
+            return Ok(None);
+        }
+        let source = format!("layers {target} of another image");
+        let digest = build.publish(&image, &known.tree, &source, Default::default(), known.notes)?.digest;
+        let created = now();
+        let mut state = self.state();
+        let made = state.database.insert(
+            Snapshot {
+                id,
+                name: reservation.name.clone(),
+                parent: parent.into(),
+                kind: SnapshotKind::Committed,
+                created,
+                updated: created,
+                labels: BTreeMap::from([(REFERENCE.into(), target.into())]),
+                metacopy: self.metacopy,
+                digest: Some(digest),
+            },
+            |_| Ok(()),
+        );
+        state.usage = None;
+        drop(state);
+        if let Err(error) = made {
+            self.forget_image(&image)?;
+            return Err(error);
+        }
+        Ok(Some(reservation.name.clone()))
     }
 
     /// Mounts the metadata of `parent` for a snapshot over it.

@@ -2,7 +2,11 @@
 
 mod common;
 
-use common::{Client, Scratch, code, command, frames, mount, option, start, umount, until, upper};
+use common::{Client, Scratch, code, command, frames, mount, oci, option, start, umount, until, upper};
+use pagefold_image::digest::Digest;
+use pagefold_image::oci::{Wanted, import};
+use pagefold_image::progress::Progress;
+use pagefold_image::store::Store;
 use pagefold_snapshotter::api::{Info, Kind};
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
 use std::fs::{self, File, Permissions};
@@ -257,6 +261,67 @@ fn a_layer_that_is_here_is_not_unpacked_again() {
     assert_eq!(code(again), Code::AlreadyExists, "the reference lasts without a label at the commit");
     // The same layer over another parent is another chain.
     client.prepare_labelled("b/4/extract-1 x", "", &reference("sha256:top")).unwrap();
+}
+
+/// `pagefold image import` or `pull` has brought the image.
+#[test]
+fn layers_of_the_stores_images_are_not_unpacked_again() {
+    let Some(scratch) = Scratch::new() else { return };
+    let (low, high) = (content(1, 9000), content(2, 9000));
+    let layers: [&[oci::File]; 2] = [
+        &[("dir/", 0o755, b""), ("dir/low", 0o640, &low), ("dir/gone", 0o644, &low)],
+        &[("dir/high", 0o644, &high), ("dir/.wh.gone", 0o644, b"")],
+    ];
+    let archive = scratch.path().join("image.tar");
+    fs::write(&archive, oci::archive("known", &layers)).unwrap();
+    let diffs = layers.map(|files| Digest::of(&oci::tar(files)));
+    let chains = [diffs[0], Digest::of(format!("{} {}", diffs[0], diffs[1]).as_bytes())].map(|chain| chain.to_string());
+    {
+        let store = Store::open(&scratch.path().join("store"), "default").unwrap();
+        let build = store.build().unwrap();
+        let (limits, mut omissions) = (Default::default(), Default::default());
+        let progress = Progress::silent();
+        let (tree, config) = import(&build, &archive, &Wanted::default(), limits, &mut omissions, &progress).unwrap();
+        build.publish("known", &tree, "t", config, vec![]).unwrap();
+    }
+
+    let _snapshotter = start(scratch.path());
+    let client = Client::new(scratch.path());
+    let prepare = |key: &str, parent: &str, chain: &str| client.prepare_labelled(key, parent, &[(REFERENCE, chain)]);
+    let made = |chain: &str, parent: &str| {
+        let found = client.list(&[format!(r#"labels."{REFERENCE}"=={chain},parent=="{parent}""#).as_str()]).unwrap();
+        assert_eq!((found.len(), found[0].kind()), (1, Kind::Committed));
+        found[0].name.clone()
+    };
+    // Not over nothing, and not of another image.
+    prepare("a/1/extract-1 x", "", &chains[1]).unwrap();
+    prepare("a/2/extract-1 x", "", &Digest::of(b"x").to_string()).unwrap();
+    prepare("a/3/extract-1 x", "", "sha256:x").unwrap();
+    assert_eq!(code(prepare("a/4/extract-1 x", "", &chains[0])), Code::AlreadyExists);
+    let base = made(&chains[0], "");
+    assert_eq!(code(prepare("a/5/extract-1 x", &base, &chains[1])), Code::AlreadyExists);
+    let top = made(&chains[1], &base);
+    assert_eq!(code(prepare("b/1/extract-1 x", &base, &chains[1])), Code::AlreadyExists);
+    assert_eq!(made(&chains[1], &base), top, "it is made once");
+
+    let at = scratch.path().join("root-of-a-container");
+    mount(&client.prepare("a/6/web", &top).unwrap(), &at);
+    assert!(fs::read(at.join("dir/low")).unwrap() == low && fs::read(at.join("dir/high")).unwrap() == high);
+    assert!(!at.join("dir/gone").exists());
+    umount(&at);
+    // The image's name may go, and the snapshots stay; what they had goes with them.
+    Store::open(&scratch.path().join("store"), "default").unwrap().remove("known").unwrap();
+    client.clean_up().unwrap();
+    mount(&client.mounts("a/6/web").unwrap(), &at);
+    assert!(fs::read(at.join("dir/low")).unwrap() == low);
+    umount(&at);
+    for name in ["a/6/web", &top, &base] {
+        client.remove(name).unwrap();
+    }
+    client.clean_up().unwrap();
+    let objects = scratch.path().join("store/domains/default/objects");
+    let left = Command::new("find").arg(objects).args(["-type", "f"]).output().unwrap().stdout;
+    assert_eq!(String::from_utf8(left).unwrap(), "");
 }
 
 #[test]

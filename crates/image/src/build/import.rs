@@ -119,6 +119,34 @@ impl<'a, 'b> LayerImport<'a, 'b> {
     }
 }
 
+/// What some layers add up to, by an image of the store.
+pub struct KnownChain {
+    /// Their tree. Its objects stay until the build ends.
+    pub tree: Tree,
+    /// The chain ID of the layers without the topmost one; `None` if there is only one.
+    pub below: Option<Digest>,
+    /// What could not be stored of them, one line each.
+    pub notes: Vec<String>,
+}
+
+impl Build<'_> {
+    /// What the layers with chain ID `chain` add up to, if an image of the store has them.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn known_chain(&self, chain: &Digest) -> Result<Option<KnownChain>> {
+        for mut image in self.store().records()?.images {
+            let Some(top) = image.layers.iter().position(|layer| layer.chain == *chain) else { continue };
+            image.layers.truncate(top + 1);
+            if let Some(tree) = self.reuse_layers(&image.layers)? {
+                let below = top.checked_sub(1).map(|below| image.layers[below].chain);
+                return Ok(Some(KnownChain { tree, below, notes: image.layers.swap_remove(top).notes }));
+            }
+        }
+        Ok(None)
+    }
+}
+
 /// The chain IDs of `layers`: of the lowest its own digest, of each other one that of `CHAIN DIGEST`, chain and digest as
 /// text. None if a layer has no digest.
 fn chain_ids(layers: &[Layer]) -> Vec<Digest> {

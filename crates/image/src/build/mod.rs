@@ -13,7 +13,7 @@ mod walk;
 
 pub use apply_layer::apply_archive;
 pub use directory::from_directory;
-pub use import::{LayerImport, import};
+pub use import::{KnownChain, LayerImport, import};
 pub use omissions::Omissions;
 pub use publish::Build;
 pub use walk::Options;

@@ -5,6 +5,8 @@
 #[path = "../../../image/tests/common/scratch.rs"]
 mod scratch;
 
+pub mod oci;
+
 pub use scratch::Scratch;
 
 use hyper_util::rt::TokioIo;
