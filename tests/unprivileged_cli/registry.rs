@@ -72,3 +72,20 @@ fn the_program_gets_what_the_tool_was_told() {
         assert_eq!(alone(&tool, wrong).output().expect("the tool runs").status.code(), Some(2));
     }
 }
+
+#[test]
+fn options_of_a_fleets_store_need_one() {
+    let tool = Tool::new();
+    let words: [&[&str]; 3] = [&["image", "ls"], &["image", "rm", "app:1"], &["image", "gc"]];
+    for words in words {
+        let mut options = vec!["--plain-http", "--timeout=5s"];
+        if words.contains(&"gc") {
+            options.extend(["--keep=1h", "--wait=1m"]);
+        }
+        for option in options {
+            let said = tool.run(&[words, &[option]].concat());
+            assert_eq!(said.status.code(), Some(2), "{words:?} {option}");
+            assert!(text(&said.stderr).contains("--remote <URL>"), "{words:?} {option}: {}", text(&said.stderr));
+        }
+    }
+}

@@ -69,6 +69,7 @@ pub enum Action {
   pagefold image ls app:1
   pagefold image ls app:1 --json | jq -r .path
   pagefold image ls --remote s3://BUCKET/fleet")]
+    #[command(mut_arg("plain_http", of_remote), mut_arg("timeout", of_remote))]
     Ls {
         /// Image whose files to list
         name: Option<String>,
@@ -120,6 +121,7 @@ Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be 
     #[command(after_help = "Examples:
   pagefold image rm app:1 app:2 && pagefold image gc
   pagefold image rm --remote s3://BUCKET/fleet app:1")]
+    #[command(mut_arg("plain_http", of_remote), mut_arg("timeout", of_remote))]
     Rm {
         /// Images to forget
         #[arg(required = true)]
@@ -298,6 +300,7 @@ pub struct PushArgs {
 
 With --remote packs go that no image of a fleet's store names. Hosts may push at the same time. It needs pagefold-remote,
 a program of its own, and logins as push does. image rm --remote takes an image away before.")]
+#[command(mut_arg("plain_http", of_remote), mut_arg("timeout", of_remote))]
 pub struct GcArgs {
     /// Say what would go, remove nothing
     #[arg(long)]
@@ -306,13 +309,18 @@ pub struct GcArgs {
     #[arg(long, value_name = "URL")]
     pub remote: Option<String>,
     /// Of a fleet's store keep packs that are younger: a push that was killed goes on with them
-    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = units::duration)]
+    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = units::duration, requires = "remote")]
     pub keep: Duration,
     /// Wait so long at most for pushes in progress; what they may need stays for the next collection
-    #[arg(long, value_name = "TIME", default_value = "15m", value_parser = units::duration)]
+    #[arg(long, value_name = "TIME", default_value = "15m", value_parser = units::duration, requires = "remote")]
     pub wait: Duration,
     #[command(flatten)]
     pub registry: RegistryArgs,
+}
+
+/// An option that is of use only where something is far away.
+fn of_remote(option: clap::Arg) -> clap::Arg {
+    option.requires("remote")
 }
 
 /// A name that `check` has nothing against.
