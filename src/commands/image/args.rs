@@ -69,7 +69,7 @@ pub enum Action {
   pagefold image ls app:1
   pagefold image ls app:1 --json | jq -r .path
   pagefold image ls --remote s3://BUCKET/fleet")]
-    #[command(mut_arg("plain_http", of_remote), mut_arg("timeout", of_remote))]
+    #[command(mut_args(of_remote))]
     Ls {
         /// Image whose files to list
         name: Option<String>,
@@ -121,7 +121,7 @@ Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be 
     #[command(after_help = "Examples:
   pagefold image rm app:1 app:2 && pagefold image gc
   pagefold image rm --remote s3://BUCKET/fleet app:1")]
-    #[command(mut_arg("plain_http", of_remote), mut_arg("timeout", of_remote))]
+    #[command(mut_args(of_remote))]
     Rm {
         /// Images to forget
         #[arg(required = true)]
@@ -300,7 +300,7 @@ pub struct PushArgs {
 
 With --remote packs go that no image of a fleet's store names. Hosts may push at the same time. It needs pagefold-remote,
 a program of its own, and logins as push does. image rm --remote takes an image away before.")]
-#[command(mut_arg("plain_http", of_remote), mut_arg("timeout", of_remote))]
+#[command(mut_args(of_remote))]
 pub struct GcArgs {
     /// Say what would go, remove nothing
     #[arg(long)]
@@ -318,9 +318,12 @@ pub struct GcArgs {
     pub registry: RegistryArgs,
 }
 
-/// An option that is of use only where something is far away.
+/// Options that are of use only where something is far away need `--remote`.
 fn of_remote(option: clap::Arg) -> clap::Arg {
-    option.requires("remote")
+    match option.get_id().as_str() {
+        "plain_http" | "timeout" => option.requires("remote"),
+        _ => option,
+    }
 }
 
 /// A name that `check` has nothing against.

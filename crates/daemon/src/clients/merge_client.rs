@@ -11,6 +11,7 @@ use crate::clients::attached::{Attached, NotStopped};
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
 use crate::clients::leftover::State;
+use crate::clients::pinning;
 use crate::config::Leftover;
 use crate::domain_key::DomainKey;
 use crate::status::UnmanagedMemory;
@@ -27,7 +28,6 @@ use pagefold_protocol::message::{
     self, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST,
 };
 use std::ffi::CString;
-use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -337,33 +337,6 @@ impl MergeClient {
     fn before_asking(&self) -> Option<State> {
         State::before_asking(self.policy.0, &self.policy.1)
     }
-
-    /// Whether the process may be reading from devices straight into its memory right now.
-    ///
-    /// Pages of a pool mapping have no check of the kernel's against that (plain memory has: `UFFDIO_MOVE` refuses
-    /// pinned pages), so they are healed only while there is no way to pin them.
-    fn may_pin(&self) -> bool {
-        const O_DIRECT: u64 = libc::O_DIRECT as u64;
-        let status = pagefold_os::procfs::status(self.shared.pid);
-        if pagefold_os::procfs::field(&status, "VmPin").unwrap_or(1) > 0 {
-            return true;
-        }
-        let Ok(fds) = fs::read_dir(format!("/proc/{}/fd", self.shared.pid)) else { return true };
-        fds.flatten().any(|entry| {
-            let target = fs::read_link(entry.path()).unwrap_or_default();
-            let target = target.to_string_lossy();
-            if is_device_that_may_pin(&target) {
-                return true;
-            }
-            let name = entry.file_name();
-            let info = fs::read_to_string(format!("/proc/{}/fdinfo/{}", self.shared.pid, name.to_string_lossy()));
-            let flags = info.ok().and_then(|info| {
-                let line = info.lines().find_map(|line| line.strip_prefix("flags:"))?.trim().to_owned();
-                u64::from_str_radix(&line, 8).ok()
-            });
-            flags.is_some_and(|flags| flags & O_DIRECT != 0)
-        })
-    }
 }
 
 /// An attached process with its memory: opened by a number, which is the process's if it lives still.
@@ -371,13 +344,6 @@ fn with_memory(process: Arc<Attached>) -> Result<(Arc<Attached>, Memory), GreetE
     let memory = Memory::open(process.traces.pid)
         .map_err(|error| GreetError::System(pagefold_os::Errno(error.raw_os_error().unwrap_or(libc::EIO))))?;
     if process.has_ended() { Err(GreetError::HungUp) } else { Ok((process, memory)) }
-}
-
-/// True if `target`, an open file, is a device with a driver that may pin pages of the process. Disks show by `O_DIRECT`.
-fn is_device_that_may_pin(target: &str) -> bool {
-    use std::os::unix::fs::FileTypeExt;
-    let block = || fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
-    pagefold_protocol::pinning_devices::may_pin_pages(target.as_bytes()) && !block()
 }
 
 impl Client for MergeClient {
@@ -590,7 +556,7 @@ impl Client for MergeClient {
     }
 
     fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
-        if self.may_pin() {
+        if pinning::way(self.shared.pid).is_some() {
             out.extend(ranges.iter().map(|_| false));
             return Ok(());
         }
@@ -809,17 +775,5 @@ mod tests {
             assert!(all.windows(2).all(|two| pages_of(two[0]) + two[1][0].pages() > UNSHARE_PAGES));
         }
         assert_eq!(batches(&large, UNSHARE_PAGES).count(), 500);
-    }
-
-    #[test]
-    fn devices_that_are_not_known_may_pin() {
-        for device in
-            ["vfio/7", "infiniband/uverbs0", "nvidia0", "nvidiactl", "dri/renderD128", "video0", "kfd", "nullish"]
-        {
-            assert!(is_device_that_may_pin(&format!("/dev/{device}")), "{device}");
-        }
-        for tame in ["/dev/null", "/dev/pts/3", "/dev/ttyS0", "/dev/net/tun", "/dev/kvm", "/tmp/vfio", "socket:[7]"] {
-            assert!(!is_device_that_may_pin(tame), "{tame}");
-        }
     }
 }

@@ -8,5 +8,6 @@ pub(crate) mod forked_children;
 pub(crate) mod handshake;
 pub(crate) mod leftover;
 pub(crate) mod merge_client;
+pub(crate) mod pinning;
 pub(crate) mod refusals;
 pub(crate) mod unmanaged;

@@ -1,5 +1,6 @@
 //! Attaching to programs that run already, and detaching from them.
 
+use crate::clients::pinning;
 use crate::cold::selector::ClientSelector;
 use crate::config::Backend;
 use crate::domain_key::UNNAMED_DOMAIN;
@@ -247,9 +248,13 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, Strin
         (count, left) = (count + done.pages, left + done.left);
     }
     if left > 0 {
-        return Err(format!(
-            "{left} of its pages stay shared, because a device may be reading into them or memory is short; its agent stays: try again"
-        ));
+        return Err(match pinning::way(pid) {
+            Some(way) => format!(
+                "{left} of its pages stay shared, because a device may be reading into them by {way}; its agent stays. Nothing more \
+                 is merged; detach it when that is over, or let it end"
+            ),
+            None => format!("{left} of its pages stay shared, because memory is short; its agent stays: try again"),
+        });
     }
     if daemon.cold.pages_out(pid) > 0 {
         return Err(
