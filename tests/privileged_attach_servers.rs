@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Daemon, Reaped, ask_until_done, can_merge, installed, is_root, skipped, wait_for};
+use common::{Daemon, Reaped, ask_until_done, can_merge, installed, is_root, shared_pages_in, skipped, wait_for};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,12 +19,6 @@ fn can_attach() -> bool {
     can_merge() && is_root()
 }
 
-fn sharing(daemon: &Daemon, pid: i32) -> u64 {
-    let status = daemon.status();
-    let clients = status["clients"].as_array().into_iter().flatten();
-    clients.filter(|client| client["pid"] == pid).filter_map(|client| client["stats"]["pages_sharing"].as_u64()).sum()
-}
-
 /// Does `verb` with each server, as soon as that is possible: no thread may be borrowed in time, say.
 fn do_with(daemon: &Daemon, verb: &str, servers: &[Reaped]) {
     for server in servers {
@@ -35,7 +29,9 @@ fn do_with(daemon: &Daemon, verb: &str, servers: &[Reaped]) {
 /// Attaches the servers, and waits until each shares so many pages.
 fn merge(daemon: &Daemon, servers: &[Reaped], pages: u64) {
     do_with(daemon, "attach", servers);
-    wait_for("pages to be shared", 120, || servers.iter().all(|server| sharing(daemon, server.pid()) > pages));
+    wait_for("pages to be shared", 120, || {
+        servers.iter().all(|server| shared_pages_in(&daemon.status(), server.pid()) > pages)
+    });
 }
 
 /// Nothing of ours is in the server's memory.

@@ -97,12 +97,10 @@ fn measure(args: &Args) -> Result<(), Failure> {
 /// Rows of the snapshotters; the others are compared with the first.
 fn compare(kind: &str, field: &str, more: (&str, &str), peers: &[&str], measured: Vec<Vec<f64>>, out: &mut Vec<Value>) {
     let spreads: Vec<Spread> = measured.into_iter().map(Spread::of).collect();
-    out.extend(peers.iter().zip(&spreads).map(|(peer, spread)| row(kind, field, more, peer, *spread, spreads[0])));
-}
-
-fn row(kind: &str, field: &str, more: (&str, &str), peer: &str, spread: Spread, overlayfs: Spread) -> Value {
-    let ratio = spread.median / overlayfs.median;
-    json!({ "bench": kind, "peer": peer, more.0: more.1, field: spread, "of_overlayfs": ratio })
+    for (peer, spread) in peers.iter().zip(&spreads) {
+        let ratio = spread.median / spreads[0].median;
+        out.push(json!({ "bench": kind, "peer": peer, more.0: more.1, field: spread, "of_overlayfs": ratio }));
+    }
 }
 
 /// Pulls of the first version into a containerd that knows nothing, and then into another namespace of the same one. It has
@@ -122,7 +120,8 @@ fn pulls(
     };
     let image = format!("{}/app:1", registry.host);
     engine.ctr(&["image", "push", "--plain-http", &image, &version.name])?;
-    let (mut measured, mut synced) = ([(); 2].map(|()| vec![vec![]; peers.len()]), [vec![], vec![]]);
+    let names = [peers, &["overlayfs, synced"]].concat();
+    let mut measured = [(); 2].map(|()| vec![vec![]; names.len()]);
     for round in 0..rounds {
         for turn in 0..peers.len() {
             let peer = (round + turn) % peers.len();
@@ -137,15 +136,13 @@ fn pulls(
                 let start = Instant::now();
                 process::sh(&format!("sync -f {}", own.dir.display()))?;
                 if peer == 0 {
-                    synced[known].push(pulled + start.elapsed().as_secs_f64());
+                    measured[known][peers.len()].push(pulled + start.elapsed().as_secs_f64());
                 }
             }
         }
     }
-    for (known, (measured, synced)) in ["nothing", "everything"].into_iter().zip(measured.into_iter().zip(synced)) {
-        let overlayfs = Spread::of(measured[0].clone());
-        compare("pull", "seconds", ("known", known), peers, measured, out);
-        out.push(row("pull", "seconds", ("known", known), "overlayfs, synced", Spread::of(synced), overlayfs));
+    for (known, measured) in ["nothing", "everything"].into_iter().zip(measured) {
+        compare("pull", "seconds", ("known", known), &names, measured, out);
     }
     Ok(())
 }

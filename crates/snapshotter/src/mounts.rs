@@ -155,14 +155,13 @@ pub fn mounts(snapshot: &Snapshot, dir: &Path, layers: Option<(PathBuf, PathBuf)
         options.push(format!("workdir={}", text(&dir.join("work"))));
         options.push(format!("upperdir={}", text(&dir.join("fs"))));
     }
-    let overlay = |lower: String| {
-        options.push(lower);
-        Mount { kind: "overlay", source: "overlay".into(), options }
-    };
-    match is_extracted_to(&snapshot.name) && !is_view {
-        true => vec![overlay(format!("lowerdir={}", text(&metadata)))],
-        false => vec![overlay(format!("lowerdir={}::{}", text(&metadata), text(&objects))), no_change()],
-    }
+    let is_extracted = is_extracted_to(&snapshot.name) && !is_view;
+    options.push(match is_extracted {
+        true => format!("lowerdir={}", text(&metadata)),
+        false => format!("lowerdir={}::{}", text(&metadata), text(&objects)),
+    });
+    let overlay = Mount { kind: "overlay", source: "overlay".into(), options };
+    if is_extracted { vec![overlay] } else { vec![overlay, no_change()] }
 }
 
 #[cfg(test)]

@@ -216,7 +216,7 @@ impl Snapshots {
     fn known_layer(&self, target: &str, parent: &str) -> Result<Option<String>> {
         let (reservation, id, image, below) = {
             let mut state = self.state();
-            if let Some(known) = known_layer(&state.database, target, parent) {
+            if let Some(known) = committed_layer(&state.database, target, parent) {
                 return Ok(Some(known.into()));
             }
             let below = state.parent(parent)?.map(|below| below.labels.get(REFERENCE).cloned().unwrap_or_default());
@@ -551,7 +551,7 @@ fn digest(committed: &Snapshot) -> Result<Digest> {
 }
 
 /// The committed snapshot that a layer with that reference and parent would become.
-fn known_layer<'a>(database: &'a Database, target: &str, parent: &str) -> Option<&'a str> {
+fn committed_layer<'a>(database: &'a Database, target: &str, parent: &str) -> Option<&'a str> {
     let is_known = |snapshot: &&Snapshot| {
         let reference = snapshot.labels.get(REFERENCE).map(String::as_str);
         snapshot.kind == SnapshotKind::Committed && snapshot.parent == parent && reference == Some(target)

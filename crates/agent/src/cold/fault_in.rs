@@ -12,14 +12,14 @@ use crate::state::{COLD_AGENT, FAULT_IN_THREAD, MAY_START, SHARED};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
-use pagefold_protocol::residency_map::{EVICTED, ResidencyMap};
+use pagefold_protocol::residency_map::{EVICTED, ResidencyMap, SCANT_PAGES};
 
 /// How often what is out by the table and was touched is looked at again, about a millisecond apart: the daemon may have to
 /// hear first that it is elsewhere.
 const UNHEARD_TRIES: u32 = 1000;
 
-/// Pages that are brought back at once.
-const STEP_PAGES: usize = 64;
+/// Pages that are brought back at once, between two looks at the room.
+const STEP_PAGES: usize = SCANT_PAGES as usize;
 
 /// Has every page of `range` here; false if some are not.
 pub(crate) fn read_in(range: Range) -> bool {
@@ -190,7 +190,7 @@ pub(super) fn fault_in_everything() {
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for all of it; pages that have returned stay.
 pub(super) fn fault_in<F: Fn(u64, u64) -> (u64, bool)>(residency: &ResidencyMap, wanted: &Wanted<F>) -> Result<()> {
-    /// Between two looks at the room; what is kept free beyond it is far more.
+    /// What is kept free beyond the room is far more.
     const STEP: usize = STEP_PAGES * PAGE_SIZE;
     let head = residency.head();
     // In this order: what is moved is on the move before it is out no more.

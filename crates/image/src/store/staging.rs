@@ -57,8 +57,8 @@ pub(crate) struct Batch {
     /// Digest to staging file.
     files: HashMap<Digest, PathBuf>,
     bytes: u64,
-    /// Bytes of copies among them: the disk may not have them yet.
-    copied: u64,
+    /// Whether copies are among them: the disk may not have those yet.
+    has_copies: bool,
     /// Digests that this build has claimed and seen in the store.
     known: HashSet<Digest>,
 }
@@ -185,7 +185,7 @@ impl<'a> Staging<'a> {
         }
         batch.files.insert(digest, path);
         batch.bytes += size;
-        batch.copied += if is_copy { size } else { 0 };
+        batch.has_copies |= is_copy;
         self.stats.objects_new.fetch_add(1, Ordering::Relaxed);
         self.stats.bytes_new.fetch_add(size, Ordering::Relaxed);
         Ok(())
@@ -310,7 +310,7 @@ impl<'a> Staging<'a> {
         if batch.files.is_empty() {
             return Ok(false);
         }
-        if batch.copied > 0 || !self.has_links.load(Ordering::Acquire) {
+        if batch.has_copies || !self.has_links.load(Ordering::Acquire) {
             self.sync(&self.dir)?;
         }
         let digests: Vec<Digest> = batch.files.keys().copied().collect();
@@ -322,7 +322,7 @@ impl<'a> Staging<'a> {
             }
             Ok(())
         })??;
-        (batch.bytes, batch.copied) = (0, 0);
+        (batch.bytes, batch.has_copies) = (0, false);
         Ok(replaced || self.store.is_repair_due())
     }
 
