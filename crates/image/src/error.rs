@@ -101,7 +101,7 @@ impl Error {
     }
 
     /// Returns true if nothing more can be written to the store: its disk is full, or its file system is read-only.
-    pub(crate) fn is_full_or_read_only(&self) -> bool {
+    pub fn is_full_or_read_only(&self) -> bool {
         let is_read_only = |source: &io::Error| source.raw_os_error() == Some(libc::EROFS);
         matches!(self, Error::Full { .. }) || matches!(self, Error::Io { source, .. } if is_read_only(source))
     }

@@ -17,9 +17,11 @@ use address::Backend;
 use clap::{Parser, Subcommand};
 use common::{Common, Remote, Server};
 use error::Error;
+use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::oci::Platform;
 use pagefold_image::store::check_name;
 use pagefold_os::sanitize::clean;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Threads that move bytes; the main thread unpacks.
@@ -55,6 +57,22 @@ enum Action {
         #[arg(long)]
         max_entries: Option<u64>,
     },
+    /// Mount an image of a fleet's store before its objects are here, and serve the mount until it ends
+    Mount {
+        #[command(flatten)]
+        common: Common,
+        /// Name to store it under when all of it is here
+        #[arg(long)]
+        name: String,
+        /// Where to mount it
+        #[arg(long)]
+        mountpoint: PathBuf,
+        #[command(flatten)]
+        how: How,
+        /// Fetch only what is opened
+        #[arg(long)]
+        only_opened: bool,
+    },
     /// Upload an image of the store to a registry or to a fleet's store
     Push {
         #[command(flatten)]
@@ -85,6 +103,26 @@ enum Action {
     },
 }
 
+/// How the image is mounted.
+#[derive(clap::Args)]
+struct How {
+    /// How the metadata is mounted
+    #[arg(long, default_value = "auto")]
+    kind: MountKind,
+    /// Directory that keeps changes
+    #[arg(long)]
+    upper: Option<PathBuf>,
+    /// Ignore set-user-id bits
+    #[arg(long)]
+    nosuid: bool,
+    /// Refuse device nodes
+    #[arg(long)]
+    nodev: bool,
+    /// Refuse to run programs
+    #[arg(long)]
+    noexec: bool,
+}
+
 fn main() -> ExitCode {
     match run(Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -108,6 +146,21 @@ fn run(arguments: Arguments) -> Result<(), Error> {
                 Remote::Registry(reference) => pull::pull(&runtime, &common, reference, &name, &wanted),
                 Remote::Fleet(address) => fleet::pull(&runtime, &common, address, &name, &wanted),
             }
+        }
+        Action::Mount { common, name, mountpoint, how, only_opened } => {
+            check_name(&name)?;
+            let Remote::Fleet(address) = &remote(&common)? else {
+                return Err(Error::Said(format!(
+                    "{}: only images of a fleet's store come as they are read; \
+                    image pull brings one of a registry",
+                    common.server.reference
+                )));
+            };
+            let How { kind, upper, nosuid, nodev, noexec } = how;
+            let options = Options { kind, upper, nosuid, nodev, noexec, ..Options::default() };
+            let wish = fleet::Wish { address, name: &name, mountpoint: &mountpoint, options, only_opened };
+            let wanted = pull::Wanted { platform: None, max_bytes: None, max_entries: None };
+            fleet::mount(&runtime, &common, &wish, &wanted)
         }
         Action::Push { common, name } => match &remote(&common)? {
             Remote::Registry(reference) => push::push(&runtime, &common, reference, &name),

@@ -368,6 +368,7 @@ impl MountOptions {
             nodev: self.nodev,
             noexec: self.noexec,
             no_prefetch: self.no_prefetch,
+            coming: None,
         }
     }
 }
@@ -376,17 +377,41 @@ impl MountOptions {
 #[command(after_help = "Examples:
   pagefold image mount app:1 /mnt
   pagefold image mount app:1 /mnt --upper ./changes --nosuid --nodev
-  pagefold image mount app:1 /mnt --json")]
+  pagefold image mount app:1 /mnt --json
+  pagefold image mount --lazy s3://BUCKET/fleet/app:1 /mnt
+
+With --lazy an image of a fleet's store is mounted at once, and its files come as programs open them. A process in the
+background fetches first what `exec --record-profile` recorded before the push, then what is opened, then the rest; with
+the last of it the store has the image. Files that are here are read without that process. It needs root and
+pagefold-remote, a program of its own; logins are those of `image pull`.")]
+#[command(mut_args(of_lazy))]
 pub struct MountArgs {
-    /// Image to mount
+    /// Image to mount; with --lazy its address: s3://BUCKET/PREFIX/NAME:TAG, file:///DIR/NAME:TAG,
+    /// https://HOST/PATH/NAME:TAG
     pub name: String,
     /// Directory to mount it on; what is in it is hidden meanwhile
     pub mountpoint: PathBuf,
     #[command(flatten)]
     pub options: MountOptions,
-    /// One JSON document
+    /// Mount an image of a fleet's store, of which nothing needs to be here
     #[arg(long)]
-    pub json: bool,
+    pub lazy: bool,
+    /// With --lazy: name to store it under [default: NAME:TAG]
+    #[arg(long = "name", value_name = "NAME", value_parser = checked(check_name), requires = "lazy")]
+    pub store_as: Option<String>,
+    /// With --lazy: fetch only what is opened; the store gets the image if that was all of it
+    #[arg(long, requires = "lazy")]
+    pub only_opened: bool,
+    #[command(flatten)]
+    pub registry: RegistryArgs,
+}
+
+/// Options about a server are of use only with `--lazy`.
+fn of_lazy(option: clap::Arg) -> clap::Arg {
+    match option.get_id().as_str() {
+        "plain_http" | "timeout" => option.requires("lazy"),
+        _ => option,
+    }
 }
 
 #[derive(clap::Args)]

@@ -79,6 +79,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         }
         Action::Pull(pull) => return Err(registry::pull(&location.root, &location.domain, &pull)),
         Action::Push(push) => return Err(registry::push(&location.root, &location.domain, &push)),
+        Action::Mount(mount) if mount.lazy => return registry::mount(&location.root, &location.domain, &mount),
         Action::Mount(mount) => mount_image(&location, &mount)?,
         Action::Umount { mountpoint, lazy, json } => unmount(&mountpoint, lazy, json)?,
         Action::Ls { remote: Some(remote), registry, .. } => {
@@ -126,7 +127,7 @@ fn mount_image(location: &StoreLocation, args: &MountArgs) -> Result<(), Error> 
     for note in &mounted.notes {
         note!("pagefold: note: {note}");
     }
-    if args.json {
+    if args.registry.json {
         print_json(
             &json!({ "name": record.name, "digest": record.digest, "mountpoint": args.mountpoint.display().to_string(),
             "kind": mounted.kind, "notes": mounted.notes, "prefetched_bytes": mounted.prefetched_bytes }),

@@ -146,6 +146,23 @@ impl<'a> Build<'a> {
         self.staging.sync_before_links()
     }
 
+    /// Opens an object that this build has put or found.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn open_object(&self, digest: &Digest) -> Result<File> {
+        self.staging.open_object(digest)
+    }
+
+    /// Gives a tree its name before the store has its objects, so that [`mount`](crate::mount::mount()) can show it while
+    /// they come. Returns the digest, which stands for an image when [`Build::publish`] has published the tree.
+    ///
+    /// # Errors
+    /// The system's; [`Error::Full`](crate::Error::Full).
+    pub fn name_early(&self, tree: &Tree) -> Result<Digest> {
+        self.staging.name_early(tree)
+    }
+
     /// Gives the objects so far their names: they stay if the build fails, until the next collection.
     ///
     /// # Errors

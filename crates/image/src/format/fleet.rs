@@ -78,6 +78,9 @@ pub struct Head {
     /// What could not be stored, one line each.
     #[serde(default)]
     pub notes: Vec<String>,
+    /// What a start reads, if that was recorded: see [`profile`](crate::profile).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub profile: Option<serde_json::Value>,
 }
 
 /// An image in a fleet's store.
@@ -240,7 +243,13 @@ mod tests {
     use super::*;
 
     fn manifest() -> Manifest {
-        let head = Head { tree: Digest::of(b"tree"), tree_bytes: 4, config: RunConfig::default(), notes: vec![] };
+        let head = Head {
+            tree: Digest::of(b"tree"),
+            tree_bytes: 4,
+            config: RunConfig::default(),
+            notes: vec![],
+            profile: None,
+        };
         let places = vec![Place { pack: 0, offset: 0, packed: 9 }, Place { pack: 1, offset: 9, packed: PACKED_MAX }];
         Manifest { head, tree: b"tree".to_vec(), packs: vec![Digest::of(b"1"), Digest::of(b"2")], places }
     }

@@ -19,6 +19,7 @@ use crate::tree::{Data, FileKind, Id, ROOT, Tree};
 use pagefold_os::fd::Fd;
 use pagefold_os::sock;
 use rustix::fs::{Advice, Mode, OFlags, ResolveFlags};
+use serde::Deserialize;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::num::NonZeroU64;
@@ -62,14 +63,14 @@ const NEAR: u64 = 64 << 10;
 const EROFS_MAGIC: rustix::fs::FsWord = 0xE0F5_E1E2;
 
 /// What a program needs at its start, in the order of its requests.
-#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, Deserialize)]
 pub struct Profile {
     format: u32,
     files: Vec<Entry>,
 }
 
 /// A file or directory that the program opened.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, Deserialize)]
 struct Entry {
     /// Path in the tree, each byte as the character with that number: JSON strings cannot hold other bytes.
     path: String,
@@ -104,17 +105,37 @@ impl Profile {
         self.files.iter().flat_map(|file| &file.parts).fold(0, |sum, part| sum.saturating_add(part.1))
     }
 
+    /// The profile that came with an image from outside; `None` if it is none.
+    pub fn from_outside(value: &serde_json::Value) -> Option<Self> {
+        let profile = Self::deserialize(value).ok()?;
+        (profile.format == FORMAT && profile.files.len() <= FILES_MAX).then_some(profile)
+    }
+
+    /// The profile as it goes with an image; `None` if it is larger than any that is read.
+    pub fn for_outside(&self) -> Option<serde_json::Value> {
+        let value = serde_json::to_value(self).ok()?;
+        (value.to_string().len() as u64 <= PROFILE_BYTES_MAX).then_some(value)
+    }
+
+    /// The objects that the profile names, in the order in which a start opens them.
+    pub fn objects(&self) -> impl Iterator<Item = Digest> {
+        self.files.iter().filter_map(|file| Digest::from_hex(file.object.as_ref()?.as_bytes()))
+    }
+
     /// Replaces the image's profile.
-    fn save(&self, store: &Store, digest: &Digest) -> Result<()> {
+    ///
+    /// # Errors
+    /// The image is gone; the system's.
+    pub fn save(&self, store: &Store, digest: &Digest) -> Result<()> {
         let lease = Lease::new(store)?;
         if !lease.claim_tree(digest)? {
-            return Err(Error::Refused("exec: --record-profile: the image was removed meanwhile".into()));
+            return Err(Error::Refused("start profile: the image was removed meanwhile".into()));
         }
         let staged = store.path("staging").join(lease.id());
         fs::create_dir(&staged).at(&staged)?;
         let (from, to) = (staged.join("start"), store.profile_path(digest));
         let written = serde_json::to_vec(self)
-            .map_err(|error| Error::Refused(format!("exec: --record-profile: {error}")))
+            .map_err(|error| Error::Refused(format!("start profile: {error}")))
             .and_then(|bytes| fs::write(&from, bytes).at(&from))
             .and_then(|()| fs::rename(&from, &to).at(&to));
         if written.is_err() {

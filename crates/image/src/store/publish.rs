@@ -130,10 +130,24 @@ impl Staging<'_> {
     /// may not have them yet: they carry checksums, and nothing refers to them before the record does. Returns true if link
     /// farms need a repair: an earlier build may have ended before its repair, or could not read this image then.
     pub(crate) fn name_trees(&self, publication: &Publication) -> Result<bool> {
-        let digests: Vec<Digest> = publication.trees.iter().map(|tree| tree.digest).collect();
+        self.give_names(&publication.trees)?;
+        Ok(self.store.is_repair_due())
+    }
+
+    /// Gives a tree its name before the store has its objects: the tree can be mounted while they come. It stays as long as
+    /// this build lives, and longer if the build publishes it.
+    pub(crate) fn name_early(&self, tree: &Tree) -> Result<Digest> {
+        let staged = self.stage_tree(tree)?;
+        let digest = staged.digest;
+        self.give_names(&[staged])?;
+        Ok(digest)
+    }
+
+    fn give_names(&self, trees: &[StagedTree]) -> Result<()> {
+        let digests: Vec<Digest> = trees.iter().map(|tree| tree.digest).collect();
         // This build keeps the trees from here on; what takes long needs no lock.
         self.lease.claim(&digests, || ())?;
-        for tree in &publication.trees {
+        for tree in trees {
             let (tree_path, list_path) =
                 (self.store.tree_path(&tree.digest), self.store.objects_list_path(&tree.digest));
             // The collector knows of a mount that no table shows by the mount's hold on this very file: a whole one is
@@ -150,7 +164,7 @@ impl Staging<'_> {
                 fs::rename(&tree.list, &list_path).at(&list_path)?;
             }
         }
-        Ok(self.store.is_repair_due())
+        Ok(())
     }
 
     /// Gives the record its name, which makes the image visible.

@@ -152,6 +152,14 @@ impl<'a> Staging<'a> {
         Ok(found)
     }
 
+    /// Opens an object that this build has staged or found, wherever it is by now.
+    pub(crate) fn open_object(&self, digest: &Digest) -> Result<File> {
+        // With the batch locked no object is between its two names.
+        let batch = self.batch();
+        let path = batch.files.get(digest).cloned().unwrap_or_else(|| self.store.object_path(digest));
+        File::open(&path).at(&path)
+    }
+
     /// Claims a tree, and with it the tree's objects. Returns true if the tree exists.
     pub(crate) fn claim_tree(&self, digest: &Digest) -> Result<bool> {
         self.lease.claim_tree(digest)

@@ -2,8 +2,11 @@
 
 mod bucket;
 mod gc;
+mod image;
 mod images;
+mod lazy;
 mod lease;
+mod objects;
 mod packs;
 mod pieces;
 mod pull;
@@ -11,5 +14,6 @@ mod push;
 
 pub use gc::{Wanted, collect};
 pub use images::{list, take_away};
+pub use lazy::{Wish, mount};
 pub use pull::pull;
 pub use push::push;

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use bytes::Bytes;
 use pagefold_image::digest::{Digest, hash_reader};
 use pagefold_image::fleet::{Head, Indexed, Manifest, PIECE, Place, encode_manifest, piece_bytes, piece_count};
+use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::tree::{Data, FileKind, Tree};
@@ -57,6 +58,7 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
         tree_bytes: metadata.len() as u64,
         config: record.config.clone(),
         notes: record.notes.clone(),
+        profile: Profile::load(&store, &record.digest).and_then(|profile| profile.for_outside()),
     };
     let manifest = manifest(head, &metadata, &objects, &places);
     let bytes = Bytes::from(encode_manifest(&manifest));

@@ -3,6 +3,8 @@
 // Each test program uses a part of this.
 #![allow(dead_code)]
 
+pub mod fleet;
+
 use base64::Engine;
 use pagefold_image::store::Store;
 use serde_json::{Value, json};

@@ -36,15 +36,23 @@ fn check_mountpoint(target: &Path) -> Result<()> {
 /// # Errors
 /// A damaged image, a kernel or user that cannot.
 pub fn mount(store: &Store, record: &ImageRecord, target: &Path, options: &Options) -> Result<Mounted> {
+    mount_tree(store, &record.digest, target, options)
+}
+
+/// [`mount`] for a tree that is no image yet: [`Build::name_early`](crate::build::Build::name_early).
+///
+/// # Errors
+/// The same.
+pub fn mount_tree(store: &Store, digest: &Digest, target: &Path, options: &Options) -> Result<Mounted> {
     check_mountpoint(target)?;
     let lease = Lease::new(store)?;
-    let profile = options.profile(store, &record.digest);
+    let profile = options.profile(store, digest);
     std::thread::scope(|scope| {
         if let Some(profile) = &profile {
             // The objects can be read before the mount exists: the disk need not rest meanwhile.
-            scope.spawn(|| profile.read_objects(store, &record.digest, false));
+            scope.spawn(|| profile.read_objects(store, digest, false));
         }
-        let (fd, mut mounted) = mount_detached(store, &record.digest, &lease, options, None)?;
+        let (fd, mut mounted) = mount_detached(store, digest, &lease, options, None)?;
         if let Some(profile) = &profile {
             profile.look_up(&fd);
             mounted.prefetched_bytes = profile.bytes();

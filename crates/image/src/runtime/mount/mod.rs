@@ -24,8 +24,8 @@ mod request;
 mod umount;
 mod upper;
 
-pub use choose::mount;
 pub(crate) use choose::mount_detached;
+pub use choose::{mount, mount_tree};
 pub(crate) use directory::{NO_DEV_NODES, difference};
 pub(crate) use kernel::{attach, erofs_mount, in_initial_namespace, overlay_mount};
 pub(crate) use native::{SHARED_OPTION, mount_shows_option};

@@ -18,7 +18,10 @@ pub(crate) const SHARED_OPTION: &str = "inode_share";
 /// Returns true if the image has a self-contained form that can be mounted as asked for.
 pub(super) fn can_be_native(request: &Request) -> bool {
     let is_named = request.store.full_path(request.digest).as_os_str().len() <= OPTION_MAX;
-    is_named && request.store.has_full(request.digest) && request.options.upper.is_none()
+    is_named
+        && request.options.coming.is_none()
+        && request.store.has_full(request.digest)
+        && request.options.upper.is_none()
 }
 
 /// Mounts the self-contained image, whether it shares page cache or not.

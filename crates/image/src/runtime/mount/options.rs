@@ -4,6 +4,7 @@ use crate::digest::Digest;
 use crate::runtime::profile::Profile;
 use crate::store::Store;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// How the metadata is shown; see the module's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -22,6 +23,30 @@ pub enum MountKind {
     Directory,
 }
 
+impl MountKind {
+    /// All of them.
+    const ALL: [Self; 5] = [Self::Auto, Self::Native, Self::Erofs, Self::Loop, Self::Directory];
+
+    /// Its name in options and output.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Native => "native",
+            Self::Erofs => "erofs",
+            Self::Loop => "loop",
+            Self::Directory => "directory",
+        }
+    }
+}
+
+impl FromStr for MountKind {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| format!("{name}: no kind of mount"))
+    }
+}
+
 /// How to mount.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
@@ -37,6 +62,8 @@ pub struct Options {
     pub noexec: bool,
     /// Do not read ahead what the image's start profile names.
     pub no_prefetch: bool,
+    /// A directory that shows the objects by their digests, those too that the store does not have yet.
+    pub coming: Option<PathBuf>,
 }
 
 impl Options {

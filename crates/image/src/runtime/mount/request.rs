@@ -48,6 +48,11 @@ impl<'a> Request<'a> {
             options.kind == MountKind::Directory || options.kind == MountKind::Auto && !in_initial_namespace;
         let farm = match options.kind {
             MountKind::Native => None,
+            // A link farm has no place for an object that comes later.
+            _ if options.coming.is_some() => {
+                store.check_tree(digest)?;
+                None
+            }
             _ => checked_farm(store, digest, lease, is_directory, aside.is_some())?,
         };
         let (metadata, mut objects) = match &farm {
@@ -63,6 +68,8 @@ impl<'a> Request<'a> {
                 }
             }
         }
+        // Last: what the store has is looked up there.
+        objects.extend(options.coming.clone());
         Ok(Self {
             store,
             digest,
