@@ -15,6 +15,7 @@ mod index;
 mod instance;
 mod ksm_peer;
 mod kv;
+mod lazy;
 mod options;
 mod pageone;
 mod process;
@@ -53,6 +54,11 @@ const BENCHES: &[Bench] = &[
     ("pagecache", "disk images against the kernel's page cache, plain FUSE and KSM", disk::run),
     ("index", "SD tree, B-tree and forrest against other maps", index::run),
     ("kv", "forrest against the source's red-black tree and LMDB", kv::run),
+    (
+        "lazy",
+        "first starts of images that are not here: mounts that fetch what is opened, against whole pulls",
+        lazy::run,
+    ),
     ("pageone", "live memory: merging against the kernel's KSM", pageone::run),
     (
         "sandboxes",

@@ -60,13 +60,16 @@ struct Args {
 
 /// A pair of `bench/images.toml`, which says what the fields mean.
 #[derive(serde::Deserialize)]
-struct Source {
-    name: String,
+pub struct Source {
+    /// Its name.
+    pub name: String,
     start: Vec<String>,
-    work: String,
+    /// What both versions do, in a shell in the tree.
+    pub work: String,
 }
 
-fn sources() -> Vec<Source> {
+/// The pairs.
+pub fn sources() -> Vec<Source> {
     #[derive(serde::Deserialize)]
     struct File {
         pair: Vec<Source>,
