@@ -171,8 +171,30 @@ fn scans_images_and_doctor() {
     if mounted.status.success() {
         check("pagefold image mount", &serde_json::from_slice(&mounted.stdout).expect("JSON"));
         assert!(tool.output(&["image", "umount", "mounted"]).status.success());
+        lazy_mount(&tool);
     } else {
         skipped(&format!("image mount --json: {}", String::from_utf8_lossy(&mounted.stderr)));
+    }
+}
+
+/// Mounts image `a:1` of a fleet's store into a store that has nothing of it.
+fn lazy_mount(tool: &Tool) {
+    if !Path::new(env!("CARGO_BIN_EXE_pagefold")).with_file_name("pagefold-remote").exists() {
+        return skipped("image mount --lazy: pagefold-remote is not built: cargo build -p pagefold-remote");
+    }
+    std::fs::create_dir(tool.dir.path().join("fleet")).expect("a directory");
+    let address = format!("file://{}/fleet/a:1", tool.dir.path().display());
+    assert!(tool.output(&["image", "push", "a:1", &address]).status.success());
+    let mount = |name: &str| tool.output(&["image", "--store", "other", "mount", "--lazy", "--json", name, "mounted"]);
+    let mounted = mount(&address);
+    let said = String::from_utf8_lossy(&mounted.stderr);
+    check("pagefold image mount", &serde_json::from_slice(&mounted.stdout).unwrap_or_else(|_| panic!("{said}")));
+    assert_eq!(std::fs::read(tool.dir.path().join("mounted/one")).expect("a file"), vec![7; 300_000]);
+    assert!(tool.output(&["image", "umount", "mounted"]).status.success());
+    for (name, why) in [("a:1", "give an address"), (&*address.replace("a:1", "b:1"), "no such image")] {
+        let refused = mount(name);
+        let said = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success() && said.contains(why) && said.lines().count() == 1, "{said}");
     }
 }
 

@@ -292,6 +292,39 @@ fn changes_stay_in_the_upper_directory() {
     umount(&at, false).unwrap();
 }
 
+/// The kernel passes no file on that is itself one of several layers: then the program reads it.
+#[test]
+fn a_store_on_an_overlay_is_served_too() {
+    if !can_mount() {
+        return;
+    }
+    struct Overlay(PathBuf);
+    impl Drop for Overlay {
+        fn drop(&mut self) {
+            let _ = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
+        }
+    }
+    let (fleet, _) = pushed();
+    let base = tempfile::tempdir_in("/var/tmp").unwrap();
+    let [lower, upper, work, shown] = ["lower", "upper", "work", "shown"].map(|name| base.path().join(name));
+    for dir in [&lower, &upper, &work, &shown] {
+        fs::create_dir(dir).unwrap();
+    }
+    let options = format!("lowerdir={},upperdir={},workdir={}", lower.display(), upper.display(), work.display());
+    let options = std::ffi::CString::new(options).unwrap();
+    rustix::mount::mount("overlay", &shown, "overlay", rustix::mount::MountFlags::empty(), Some(&*options)).unwrap();
+    let _overlay = Overlay(shown.clone());
+    let there = Host { dir: tempfile::tempdir_in(&shown).unwrap() };
+    let mount = Mount::new(&there, &fleet.address("app:1"), &["--only-opened"]);
+    for _ in 0..2 {
+        for (path, bytes) in version(1) {
+            assert!(mount.read(path).unwrap() == bytes, "{path}");
+        }
+    }
+    wait_until("the image is stored", || !there.store().images().unwrap().is_empty());
+    assert!(stat::verify(&there.store(), &[], false).unwrap().damaged.is_empty());
+}
+
 #[test]
 fn what_cannot_be_mounted_is_refused_in_one_line() {
     if !can_mount() {

@@ -89,6 +89,8 @@ pub fn mount(store: &Path, domain: &str, args: &MountArgs) -> Result<ExitCode, E
     more.extend(flags.filter(|(_, is_set)| *is_set).map(|(flag, _)| flag.into()));
     let mut command = command("mount", more, &args.registry, &[&args.name])?;
     control::make_own(&control::runtime_dir())?;
+    // A process that has served a mount at this place may still have the old one open.
+    let _ = std::fs::remove_file(&log_path);
     let log = create_log(&log_path).map_err(|error| format!("{}, for messages: {error}", log_path.display()))?;
     // Out of this terminal's job: its interrupt key is not meant for the mount.
     let command = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log).process_group(0);
