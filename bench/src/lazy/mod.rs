@@ -196,7 +196,7 @@ fn first_start(host: &Scratch, input: &Input, way: Way, link: &Link) -> Result<(
     ready?;
     tool(&store, &["umount", "--lazy", &shown])?;
     // The process that served the mount ends with it, and then the store has no build in progress.
-    wait_for("the end of the mount", Duration::from_secs(30), || {
+    wait_for("the end of the mount", Duration::from_secs(120), || {
         fs::read_dir(store.join("domains/default/leases")).ok()?.next().is_none().then_some(())
     })?;
     Ok((seconds, moved as f64))

@@ -32,7 +32,7 @@ use serde_json::json;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -41,6 +41,9 @@ const REQUEST_MAX: u32 = 4 << 20;
 
 /// How often what has come gets its name: a process that is killed loses no more.
 const KEEP_EVERY: Duration = Duration::from_secs(20);
+
+/// How long the end waits for requests on their way.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Threads that answer the kernel. None of them waits for an object.
 const THREADS: usize = 2;
@@ -99,7 +102,14 @@ pub fn mount(runtime: &Runtime, common: &Common, wish: &Wish, wanted: &Wanted) -
         return Err(error);
     }
     end_on_signal(runtime, &objects);
-    serve(&build, &objects, wish, &publish)
+    let served = serve(&build, &objects, wish, &publish);
+    // With its last user the build removes its lease. A thread that waits for a silent server may have it for longer: then
+    // the next build or collection removes the lease.
+    let began = Instant::now();
+    while Arc::strong_count(&build) > 1 && began.elapsed() < LEAVE_PATIENCE {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    served
 }
 
 /// Mounts the image at its place, over a file system that shows its objects and is itself seen nowhere.
