@@ -7,7 +7,7 @@ use crate::domain_key::UNNAMED_DOMAIN;
 use crate::service::admission;
 use crate::service::daemon::Daemon;
 use crate::service::park;
-use pagefold_entry::enter::{self, ColdOptions, Entered, EntryError, Settings, Traces};
+use pagefold_entry::enter::{self, ColdOptions, Entered, EntryError, FILTERS_CURE, Settings, Traces};
 use pagefold_entry::image::AgentImage;
 use pagefold_merge::client::Gone;
 use pagefold_os::fd::Fd;
@@ -111,14 +111,20 @@ pub(crate) fn attach_by(
     asker: u32,
 ) -> Result<(Duration, Option<String>), String> {
     let may_be_ksm = || manage == Manage::All && domain == UNNAMED_DOMAIN && ksm::read("run").is_ok_and(|run| run == 1);
-    let why = match backend {
-        Backend::Ksm => String::new(),
-        Backend::Auto | Backend::Agent => match try_attach(daemon, pid, domain, manage, asker) {
-            Err(EntryError::NoAgent(why)) if backend == Backend::Auto && may_be_ksm() => why,
-            attached => return Ok((attached.map_err(|error| error.to_string())?, None)),
-        },
-    };
-    Ok((attach_to_ksm(daemon, pid, domain, manage, asker)?, Some(why)))
+    if backend == Backend::Ksm {
+        return Ok((attach_to_ksm(daemon, pid, domain, manage, asker)?, Some(String::new())));
+    }
+    match try_attach(daemon, pid, domain, manage, asker) {
+        Err(EntryError::NoAgent(why)) if backend == Backend::Auto && may_be_ksm() => {
+            match attach_to_ksm(daemon, pid, domain, manage, asker) {
+                Ok(still) => Ok((still, Some(why))),
+                // The same cure need not be named twice.
+                Err(error) if error.contains(FILTERS_CURE) => Err(why),
+                Err(error) => Err(format!("{why}; nor can KSM merge it: {error}")),
+            }
+        }
+        attached => attached.map(|still| (still, None)).map_err(|error| error.to_string()),
+    }
 }
 
 /// Has KSM merge the memory of process `pid`; returns how long one of its threads stood still.
