@@ -441,16 +441,53 @@ fn a_filter_is_asked_about_each_call_of_the_agents() {
         }
     }
     // One call less, and it is the filter that is named.
-    for missing in [libc::SYS_mremap, libc::SYS_socketpair, libc::SYS_close_range, libc::SYS_ioctl] {
+    for missing in
+        [libc::SYS_mremap, libc::SYS_sched_setaffinity, libc::SYS_socketpair, libc::SYS_close_range, libc::SYS_ioctl]
+    {
         let mut server = start_filtered(program, calls().filter(|number| *number != missing));
         let output = host.tool(&["attach", &server.pid().to_string()]);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        // mremap(2) the program needs itself.
-        if missing == libc::SYS_mremap {
+        // mremap(2) the program needs itself. Its agent can do without a processor of its choice.
+        if [libc::SYS_mremap, libc::SYS_sched_setaffinity].contains(&missing) {
             assert!(output.status.success(), "{said}");
         } else {
             assert!(!output.status.success() && said.contains("seccomp filter forbids a system call"), "{said}");
         }
+        server.check("check 1");
+    }
+}
+
+/// As services under systemd's `MemoryDenyWriteExecute=`: the agent's code is mapped from a file there.
+#[test]
+fn programs_that_may_not_make_memory_executable_are_attached() {
+    const SET_MDWE: libc::c_int = 65;
+    const REFUSE_EXEC_GAIN: libc::c_ulong = 1;
+    let Some(program) = program() else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let start = || {
+        let mut command = Command::new("env");
+        let restrict = || {
+            // SAFETY: this request of prctl(2) takes no pointer.
+            match unsafe { libc::prctl(SET_MDWE, REFUSE_EXEC_GAIN, 0, 0, 0) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        };
+        // SAFETY: one system call, without memory.
+        unsafe { command.pre_exec(restrict) };
+        Server::start_as("1", command, program)
+    };
+    let mut servers = [start(), start()];
+    let shapes = servers.each_ref().map(|server| shape(server.pid()));
+    servers.iter().for_each(|server| attach(&daemon, server));
+    wait_for("both to share their area", 120, || {
+        servers.iter().all(|server| shared_pages(&daemon, server.pid()) >= PAGES * 9 / 10)
+    });
+    for (server, before) in servers.iter_mut().zip(shapes) {
+        assert_eq!(shape(server.pid()).1, before.1, "the program's descriptors");
+        work(server, &mut Random(7));
+        detach(&daemon, server);
+        assert_eq!(shape(server.pid()), before);
         server.check("check 1");
     }
 }

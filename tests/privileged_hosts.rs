@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Daemon, Reaped, TOOL, can_merge, finish, installed, is_root, skipped, wait_for};
+use common::{Daemon, Reaped, TOOL, c_program, can_merge, finish, installed, is_root, skipped, systemd, wait_for};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -16,15 +16,6 @@ fn path_with_the_tool(dir: &Path) -> String {
     std::fs::create_dir_all(&bin).expect("a directory");
     let _ = std::os::unix::fs::symlink(TOOL, bin.join("pagefold"));
     format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default())
-}
-
-/// The C program that holds equal pages, as an executable in `dir`.
-fn silent(dir: &Path) -> Option<PathBuf> {
-    installed("cc")?;
-    let program = dir.join("silent");
-    let done = Command::new("cc").args(["-O1", "-o"]).arg(&program).arg(source("tests/programs/silent.c")).output();
-    assert!(done.expect("cc runs").status.success());
-    Some(program)
 }
 
 /// True if the daemon has a client of this process id.
@@ -155,7 +146,7 @@ fn containers_of_podman_merge_with_each_other() {
     }
     let daemon = Daemon::start(&[]);
     let dir = daemon.dir.path();
-    let Some(program) = silent(dir) else { return };
+    let Some(program) = c_program("silent") else { return };
     let env = Command::new(TOOL)
         .args(["env", "--manage=all", "--socket"])
         .arg(&daemon.socket)
@@ -186,34 +177,11 @@ fn containers_of_podman_merge_with_each_other() {
 
 #[test]
 fn services_of_systemd_merge_under_the_shipped_unit() {
-    if !is_root() || !can_merge() || installed("unshare").is_none() {
+    if !is_root() || !can_merge() {
         return;
     }
-    if !["/usr/lib/systemd/systemd", "/lib/systemd/systemd"].iter().any(|path| Path::new(path).exists()) {
-        return skipped("systemd is not installed");
-    }
-    let dir = tempfile::tempdir().expect("a directory");
-    let Some(program) = silent(dir.path()) else { return };
-    let mut trial = Command::new("unshare");
-    trial.args(["--mount", "--pid", "--fork", "--kill-child", "--cgroup", "--uts", "--ipc", "--net", "sh"]);
-    trial.arg(source("tests/programs/systemd.sh")).arg(dir.path()).arg(TOOL).arg(program).arg(source("dist/systemd"));
-    trial.stdin(Stdio::null()).stdout(Stdio::null());
-    let mut trial = Reaped(
-        trial.stderr(std::fs::File::create(dir.path().join("errors")).expect("a file")).spawn().expect("unshare"),
-    );
-    let said = || std::fs::read_to_string(dir.path().join("said")).unwrap_or_default();
-    let began = std::time::Instant::now();
-    while !said().contains("END") {
-        let ended = trial.0.try_wait().expect("wait").is_some();
-        // One that comes up says so soon; what it then does may take its time on a busy machine.
-        let limit = if said().is_empty() { 120 } else { 900 };
-        if ended || began.elapsed().as_secs() > limit {
-            let errors = std::fs::read_to_string(dir.path().join("errors")).unwrap_or_default();
-            assert!(said().is_empty(), "systemd ended in the middle: {}\n{errors}", said());
-            return skipped(&format!("no systemd of our own comes up here: {}", errors.lines().last().unwrap_or("")));
-        }
-        std::thread::sleep(std::time::Duration::from_millis(100));
-    }
+    let Some(program) = c_program("silent") else { return };
+    let Some(said) = systemd::probe(&program, "systemd_drop_ins") else { return };
     let of_root = [
         "active pagefold",
         "active one",
@@ -226,6 +194,6 @@ fn services_of_systemd_merge_under_the_shipped_unit() {
     ];
     let of_a_user = ["active of a user", "merged of a user", "verified of a user", "user daemon daemon"];
     for line in of_root.into_iter().chain(of_a_user) {
-        assert!(said().lines().any(|found| found == line), "no `{line}` in {}", said());
+        assert!(said.lines().any(|found| found == line), "no `{line}` in {said}");
     }
 }

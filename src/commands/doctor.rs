@@ -3,6 +3,7 @@
 use crate::daemon_client;
 use crate::error::Error;
 use crate::output::{self, Style};
+use pagefold_daemon::FILTERS_CURE;
 use pagefold_os::probe::{self, Finding};
 use pagefold_os::procfs;
 use serde::Serialize;
@@ -128,8 +129,7 @@ fn filters() -> Item {
 fn reads_filters(status: &str, by: &str) -> Item {
     let rights = procfs::value(status, "CapEff").and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0);
     let lack = if procfs::value(status, "Seccomp").is_some_and(|mode| mode != "0") {
-        let cure = "the drop-in examples/filters.conf of the package, for the daemon's unit";
-        Some(("has a filter itself, and the kernel shows it no other", cure))
+        Some(("has a filter itself, and the kernel shows it no other", FILTERS_CURE))
     } else {
         (rights >> CAP_SYS_ADMIN & 1 == 0)
             .then_some(("lacks CAP_SYS_ADMIN", "sudo pagefold daemon, and attach as root"))

@@ -7,6 +7,7 @@ pub mod cold;
 mod control_group;
 pub mod group;
 pub mod guest;
+pub mod systemd;
 pub mod terminal;
 
 use serde_json::Value;

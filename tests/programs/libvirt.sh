@@ -1,13 +1,13 @@
 #!/bin/sh
-# libvirt.sh DIR EMULATOR: a libvirtd in namespaces of its own that starts two guests by EMULATOR, with the
-# daemon at $SOCKET. Says into DIR/said how far it is, and waits to be ended.
+# libvirt.sh DIR [EMULATOR]: a libvirtd in namespaces of its own that starts two guests. By EMULATOR, with the daemon at
+# $SOCKET; or as DIR/guest.xml describes them, by libvirt's own user. Says into DIR/said how far it is, and waits to be ended.
 dir=$1
 say() { echo "$*" >> "$dir/said"; }
 mount --make-rprivate /
 for at in /etc/libvirt /var/lib/libvirt /run/libvirt /var/cache/libvirt /var/log/libvirt; do
     mkdir -p $at && mount -t tmpfs tmpfs $at || { say "ABSENT: no tmpfs at $at"; exit 1; }
 done
-mkdir -p /var/lib/libvirt/qemu
+mkdir -p /var/lib/libvirt/qemu /var/log/libvirt/qemu
 # The user that libvirt's package makes, which it asks for whoever runs the guests.
 getent passwd libvirt-qemu >/dev/null || {
     (cat /etc/passwd; echo 'libvirt-qemu:x:64055:64055::/var/lib/libvirt:/usr/sbin/nologin') > "$dir/passwd"
@@ -17,9 +17,9 @@ getent group libvirt-qemu >/dev/null || {
     (cat /etc/group; echo 'libvirt-qemu:x:64055:') > "$dir/group"
     mount --bind "$dir/group" /etc/group
 }
-cat > /etc/libvirt/qemu.conf <<E
-user = "root"
-group = "root"
+chown libvirt-qemu:libvirt-qemu /var/lib/libvirt/qemu
+[ $# -lt 2 ] || printf 'user = "root"\ngroup = "root"\n' > /etc/libvirt/qemu.conf
+cat >> /etc/libvirt/qemu.conf <<E
 stdio_handler = "file"
 cgroup_controllers = []
 namespaces = []
@@ -29,6 +29,10 @@ E
 printf 'auth_unix_rw = "none"\n' > /etc/libvirt/libvirtd.conf
 libvirtd > "$dir/libvirtd.log" 2>&1 &
 for name in plain one two; do
+    if [ $# -lt 2 ]; then
+        sed "s,NAME,pagefold-$name,g" "$dir/guest.xml" > "$dir/$name.xml"
+        continue
+    fi
     emulator=$2
     [ $name != plain ] || emulator=$(command -v qemu-system-x86_64)
     cat > "$dir/$name.xml" <<E

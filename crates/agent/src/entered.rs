@@ -5,7 +5,7 @@ use crate::attached::{give, keep_page, offer};
 use crate::cold;
 use crate::owned_ranges::{self, Owned};
 use crate::runtime::thread::begin_thread;
-use crate::state::SHARED;
+use crate::state::{MAY_EXECUTE, MAY_FOLLOW, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::Uffd;
@@ -40,6 +40,8 @@ unsafe extern "C" fn entered(page: *const EntryPage) -> ! {
     let page = unsafe { &*page };
     let [start, len] = page.image;
     owned_ranges::register(Owned::Image, Range { start, end: start + len });
+    MAY_FOLLOW.store(page.may_follow == 1, Ordering::Relaxed);
+    MAY_EXECUTE.store(page.may_execute == 1, Ordering::Relaxed);
     keep_page(page);
     owned_ranges::register(Owned::Stack, Range { start: page.stack[0], end: page.stack[1] });
     owned_ranges::hide_range(start, len);

@@ -59,7 +59,14 @@ pub struct Words {
     pub r11: u64,
     /// Where it goes on.
     pub rip: u64,
+    /// How the agent's code may become executable: [`CODE_IN_PLACE`], [`CODE_OF_FILE`] or both.
+    pub ways: u64,
 }
+
+/// By mprotect(2), where it was written.
+pub const CODE_IN_PLACE: u64 = 1;
+/// By a mapping of a file that the new thread makes.
+pub const CODE_OF_FILE: u64 = 2;
 
 #[cfg(target_arch = "x86_64")]
 core::arch::global_asm!(
@@ -112,9 +119,9 @@ core::arch::global_asm!(
     "syscall",
     "cmp rax, [rip + 90f + 32]",
     "jne 2f",
-    // clone(VM | FS | FILES | SIGHAND | THREAD | SYSVSEM | PARENT_SETTID | CHILD_CLEARTID, stack, &thread, &thread, 0)
+    // clone(ATTACHED_THREAD_FLAGS, stack, &thread, &thread, 0)
     "mov eax, 56",
-    "mov edi, 0x00350f00",
+    "mov edi, 0x003d0f00",
     "mov rsi, [rip + 90f + 48]",
     "mov rdx, [rip + 90f + 56]",
     "lea rdx, [rdx + 4]",
@@ -173,16 +180,66 @@ core::arch::global_asm!(
     "xor esi, esi",
     "syscall",
     "jmp 5b",
-    // mprotect(base, data - base, PROT_READ | PROT_EXEC): the code is there.
+    // The code is there.
     "6:",
+    "mov rbx, [rip + 90f + 16]",
+    "mov r15, [rip + 90f + 32]",
+    "sub r15, rbx",
+    "test byte ptr [rip + 90f + 184], 1",
+    "jz 8f",
+    // mprotect(base, data - base, PROT_READ | PROT_EXEC)
     "mov eax, 10",
-    "mov rdi, [rip + 90f + 16]",
-    "mov rsi, [rip + 90f + 32]",
-    "sub rsi, rdi",
+    "mov rdi, rbx",
+    "mov rsi, r15",
     "mov edx, 5",
     "syscall",
     "test rax, rax",
+    "jz 9f",
+    // No memory may become executable here (MemoryDenyWriteExecute= of systemd). A file may be mapped so. The program's
+    // table of descriptors never shows it.
+    "8:",
+    "test byte ptr [rip + 90f + 184], 2",
+    "jz 7f",
+    // close_range(0, ~0, CLOSE_RANGE_UNSHARE)
+    "mov eax, 436",
+    "xor edi, edi",
+    "mov esi, -1",
+    "mov edx, 2",
+    "syscall",
+    "test rax, rax",
     "jnz 7f",
+    // memfd_create(name, MFD_CLOEXEC | MFD_EXEC)
+    "mov eax, 319",
+    "lea rdi, [rip + 91f]",
+    "mov esi, 0x11",
+    "syscall",
+    "test rax, rax",
+    "js 7f",
+    "mov r14, rax",
+    // write(file, base, data - base)
+    "mov eax, 1",
+    "mov rdi, r14",
+    "mov rsi, rbx",
+    "mov rdx, r15",
+    "syscall",
+    "cmp rax, r15",
+    "jne 7f",
+    // mmap(base, data - base, PROT_READ | PROT_EXEC, MAP_PRIVATE | MAP_FIXED, file, 0)
+    "mov eax, 9",
+    "mov rdi, rbx",
+    "mov rsi, r15",
+    "mov edx, 5",
+    "mov r10d, 0x12",
+    "mov r8, r14",
+    "xor r9d, r9d",
+    "syscall",
+    "cmp rax, rbx",
+    "jne 7f",
+    // close(file)
+    "mov eax, 3",
+    "mov rdi, r14",
+    "syscall",
+    "9:",
     "mov rdi, r12",
     "xor ebp, ebp",
     "call qword ptr [rip + 90f + 64]",
@@ -198,6 +255,8 @@ core::arch::global_asm!(
     "xor edi, edi",
     "syscall",
     "ud2",
+    "91:",
+    ".asciz \"pagefold-agent\"",
     ".balign 8",
     "pagefold_borrow_words:",
     "90:",

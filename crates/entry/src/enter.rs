@@ -20,7 +20,7 @@ use pagefold_os::procfs::OwnedMap;
 use pagefold_os::{PAGE_SIZE, Range, procfs, syscall};
 use pagefold_protocol::POOL_NAME;
 use pagefold_protocol::entry::{EntryPage, SOCKET_MAX, order, stage};
-use pagefold_protocol::seccomp_filter;
+use pagefold_protocol::seccomp_filter::{self, Leeway};
 use std::mem::offset_of;
 use std::time::{Duration, Instant};
 use std::{fs, io, thread};
@@ -37,6 +37,10 @@ const STOP_PATIENCE: Duration = Duration::from_millis(20);
 const LATE_PATIENCE: Duration = Duration::from_secs(2);
 /// How often the threads of the program are tried.
 const TRIES: usize = 20;
+
+/// What lets the packaged daemon read the filters of programs: the one command as root.
+pub const FILTERS_CURE: &str = "install -Dm644 -t /etc/systemd/system/pagefold.service.d /usr/share/pagefold/examples/filters.conf \
+                                && systemctl daemon-reload && systemctl restart pagefold";
 
 /// Why a program was not entered. It goes on as if nothing had been.
 #[derive(Debug, thiserror::Error)]
@@ -146,30 +150,50 @@ pub fn look(pid: i32) -> Result<Vec<OwnedMap>, EntryError> {
     Ok(maps)
 }
 
+/// The kernel gives the file to the program's user: another one needs the right to overrule that.
+fn open_memory(pid: i32) -> Result<Memory, EntryError> {
+    Memory::open(pid).map_err(|error| match error.raw_os_error() {
+        Some(libc::EACCES) => EntryError::Refused(
+            "it is another user's, and this daemon may not write its memory without CAP_DAC_OVERRIDE: attach by root's daemon".into(),
+        ),
+        _ => step("opening its memory")(error),
+    })
+}
+
 fn has_filter(pid: i32, thread: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
     procfs::value(&status, "Seccomp").is_some_and(|mode| mode != "0")
+}
+
+/// True if this process has a filter: the kernel shows it no other's then.
+fn has_own_filter() -> bool {
+    let own = std::process::id() as i32;
+    has_filter(own, own)
 }
 
 /// Asks the seccomp filters of `thread`, which stands still, about each call that the agent makes: its threads get them too.
 ///
 /// # Errors
 /// [`EntryError::NoAgent`]: a call is forbidden, or the filters cannot be read.
-fn judge_filters(tracer: &Tracer, thread: i32, makes_userfaultfd: bool) -> Result<(), EntryError> {
+fn judge_filters(tracer: &Tracer, thread: i32, makes_userfaultfd: bool) -> Result<Leeway, EntryError> {
     let filters = tracer.filters(thread).map_err(|error| {
-        EntryError::NoAgent(format!(
-            "a seccomp filter restricts its system calls, and this daemon may not read it ({error}): that takes \
-             CAP_SYS_ADMIN and a daemon without a filter of its own (examples/filters.conf); or start it by pagefold run"
-        ))
+        let why = if has_own_filter() {
+            format!("this daemon may not read it, for it has one itself: {FILTERS_CURE}")
+        } else if error.raw_os_error() == Some(libc::EACCES) {
+            "this daemon may not read it without CAP_SYS_ADMIN: attach by root's daemon".into()
+        } else {
+            format!("the kernel does not show it ({error})")
+        };
+        EntryError::NoAgent(format!("a seccomp filter restricts its system calls, and {why}"))
     })?;
     let filters: Vec<&[libc::sock_filter]> = filters.iter().map(Vec::as_slice).collect();
-    match seccomp_filter::first_forbidden(&filters, makes_userfaultfd) {
-        None => Ok(()),
-        Some(number) => Err(EntryError::NoAgent(format!(
-            "its seccomp filter forbids a system call of the agent's ({}); start it by pagefold run",
+    seccomp_filter::judge_attached(&filters, makes_userfaultfd).map_err(|number| {
+        EntryError::NoAgent(format!(
+            "its seccomp filter forbids a system call of the agent's ({}): allow that call (SystemCallFilter= and other settings of \
+             a service), or attach --backend ksm",
             name_of_call(number)
-        ))),
-    }
+        ))
+    })
 }
 
 /// Says why no thread of process `pid` can be borrowed.
@@ -222,7 +246,7 @@ pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<En
         return Err(EntryError::Refused("the path of the daemon's socket or the domain's name is too long".into()));
     }
     let maps = look(pid)?;
-    let memory = Memory::open(pid).map_err(step("opening its memory"))?;
+    let memory = open_memory(pid)?;
     if let Some(left) = memory::unfinished(&memory, &maps, &borrow::MARK) {
         clear(pid, left)?;
     }
@@ -233,7 +257,7 @@ pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<En
     let layout = Layout { range, page: range.start + agent.len, stack: range.end - STACK_LEN };
     let what = Purpose::Agent(agent, layout, settings.makes_userfaultfd);
     let borrowed = borrow_aside(&Plan { pid, what, maps: &maps })?;
-    let memory = Memory::open(pid).map_err(step("opening its memory"))?;
+    let memory = open_memory(pid)?;
     let result = begin(pid, agent, &layout, settings, &borrowed, &memory);
     match result {
         Ok(requests) => Ok(Entered { requests, still: borrowed.still }),
@@ -255,7 +279,7 @@ pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<En
 /// [`EntryError`].
 pub fn set_merged_by_ksm(pid: i32, merges: bool) -> Result<Duration, EntryError> {
     let maps = look_at_threads(pid)?;
-    let memory = Memory::open(pid).map_err(step("opening its memory"))?;
+    let memory = open_memory(pid)?;
     if let Some(left) = memory::unfinished(&memory, &maps, &borrow::MARK).filter(|_| own_thread(pid).is_none()) {
         clear(pid, left)?;
     }
@@ -301,6 +325,8 @@ enum Purpose<'a> {
 struct Borrowed {
     code: u64,
     still: Duration,
+    /// What its filters leave the agent.
+    leeway: Leeway,
 }
 
 /// Stops one thread, has it execute the instructions, and lets it go on.
@@ -388,6 +414,10 @@ fn ask_to_stand_still(tracer: &Tracer, thread: i32, pid: i32) -> Result<(), Unfi
     tracer.seize(thread).and_then(|()| tracer.interrupt(thread)).map_err(|error| match error.raw_os_error() {
         // A thread of ours that ends has not let go of it yet.
         Some(libc::EPERM) if is_traced_by_us(pid, thread) => Unfit::Passing("it is stopped at this moment"),
+        Some(libc::EPERM) if !Tracer::is_allowed() => Unfit::Lasting(EntryError::Refused(
+            "this daemon's own seccomp filter forbids ptrace(2): its unit must allow that, as root's pagefold.service does"
+                .into(),
+        )),
         Some(libc::EPERM) => Unfit::Lasting(EntryError::Refused(
             "this user may not trace it, or another process does (see ptrace(2), pagefold doctor)".into(),
         )),
@@ -412,26 +442,32 @@ fn try_thread(tracer: &Tracer, thread: i32, patience: Duration, plan: &Plan<'_>)
         }
     }
     let has_filter = has_filter(plan.pid, thread);
-    if let Purpose::Agent(_, _, makes_userfaultfd) = plan.what
-        && has_filter
-        && let Err(error) = judge_filters(tracer, thread, makes_userfaultfd)
-    {
+    let leeway = match plan.what {
+        Purpose::Agent(_, _, makes_userfaultfd) if has_filter => judge_filters(tracer, thread, makes_userfaultfd),
+        _ => Ok(Leeway::ALL),
+    };
+    let leeway = leeway.map_err(|error| {
         let _ = tracer.detach(thread, 0);
-        return Err(Unfit::Lasting(error));
-    }
+        Unfit::Lasting(error)
+    })?;
     let is_filtered = matches!(plan.what, Purpose::Ksm(_)) && has_filter;
     if is_filtered && tracer.suspend_filters(thread).is_err() {
         let _ = tracer.detach(thread, 0);
-        return Err(Unfit::Lasting(EntryError::Refused(
-            "a seccomp filter restricts its system calls, and only a daemon with CAP_SYS_ADMIN may suspend it".into(),
-        )));
+        let why = if has_own_filter() {
+            format!("this daemon may not suspend it, for it has one itself: {FILTERS_CURE}")
+        } else {
+            "only a daemon with CAP_SYS_ADMIN may suspend it: attach by root's daemon".into()
+        };
+        return Err(Unfit::Lasting(EntryError::Refused(format!(
+            "a seccomp filter restricts its system calls, and {why}"
+        ))));
     }
-    let sent = send_to_instructions(tracer, thread, plan);
+    let sent = send_to_instructions(tracer, thread, plan, leeway);
     let signal = if is_filtered && sent.is_ok() { run_unfiltered(tracer, thread) } else { 0 };
     let detached = tracer.detach(thread, signal);
     let code = sent?;
     match detached {
-        Ok(()) => Ok(Borrowed { code, still: began.elapsed() }),
+        Ok(()) => Ok(Borrowed { code, still: began.elapsed(), leeway }),
         // Killed while it stood still.
         Err(_) => Err(Unfit::Lasting(EntryError::Gone)),
     }
@@ -463,7 +499,7 @@ fn run_unfiltered(tracer: &Tracer, thread: i32) -> i32 {
 }
 
 /// Writes the instructions and sets the registers of `thread`, which stands still; nothing is changed on errors.
-fn send_to_instructions(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result<u64, Unfit> {
+fn send_to_instructions(tracer: &Tracer, thread: i32, plan: &Plan<'_>, leeway: Leeway) -> Result<u64, Unfit> {
     let pid = plan.pid;
     let ended = |_| Unfit::Passing("a thread ended");
     // The number may be another process's by now.
@@ -481,7 +517,7 @@ fn send_to_instructions(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result
         return Err(Unfit::Passing("signals come all the time"));
     }
     // Opened now: the program may have become another one since its mappings were read.
-    let memory = Memory::open(pid).map_err(|error| Unfit::Lasting(step("opening its memory")(error)))?;
+    let memory = open_memory(pid).map_err(Unfit::Lasting)?;
     if is_in_restartable_sequence(thread, &memory, &registers) {
         return Err(Unfit::Passing("its threads are in restartable sequences all the time"));
     }
@@ -490,7 +526,9 @@ fn send_to_instructions(tracer: &Tracer, thread: i32, plan: &Plan<'_>) -> Result
             "its code has no room for the instructions of an entry (it has no vdso)".into(),
         ))
     })?;
-    let words = words(&plan.what, &registers, tracer.signal_mask(thread).map_err(ended)?);
+    let ways = [(leeway.code_in_place, borrow::CODE_IN_PLACE), (leeway.code_of_file, borrow::CODE_OF_FILE)];
+    let ways = ways.into_iter().filter(|(open, _)| *open).map(|(_, way)| way).sum();
+    let words = Words { ways, ..words(&plan.what, &registers, tracer.signal_mask(thread).map_err(ended)?) };
     let written = tracer.write(thread, at, &borrow::code(&words));
     written.map_err(|error| Unfit::Lasting(step("writing the instructions of the entry")(error)))?;
     if let Err(error) = tracer.set_registers(thread, &at_instructions(&registers, at)) {
@@ -655,6 +693,8 @@ fn begin(
     let both = |words: [u64; 2]| words.map(u64::to_ne_bytes).concat();
     put(offset_of!(EntryPage, socket_len), &(settings.socket.len() as u32).to_ne_bytes())?;
     put(offset_of!(EntryPage, all), &u32::from(settings.all).to_ne_bytes())?;
+    put(offset_of!(EntryPage, may_follow), &u32::from(borrowed.leeway.follow).to_ne_bytes())?;
+    put(offset_of!(EntryPage, may_execute), &u32::from(borrowed.leeway.execute).to_ne_bytes())?;
     if let Some(cold) = settings.cold {
         put(offset_of!(EntryPage, cold), &1u32.to_ne_bytes())?;
         put(offset_of!(EntryPage, cold_options), &both([cold.tolerance_ppm, cold.tier_max]))?;
@@ -703,7 +743,7 @@ pub fn ask_for_connection(pid: i32) -> Result<Fd, EntryError> {
     let refuse = |reason: &str| EntryError::Refused(format!("an agent is in it already, {reason}"));
     let maps = look_at_threads(pid)?;
     let own = own_thread(pid).ok_or(EntryError::Gone)?;
-    let memory = Memory::open(pid).map_err(step("opening its memory"))?;
+    let memory = open_memory(pid)?;
     let code = memory::unfinished(&memory, &maps, &borrow::MARK).map(|found| found.start);
     let words = code.and_then(|code| borrow::words(|bytes| memory.read(code, bytes).is_ok()));
     let page =
@@ -789,7 +829,7 @@ pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     if procfs::start_time(traces.pid) != Some(traces.started) {
         return Err(EntryError::Gone);
     }
-    let memory = Memory::open(traces.pid).map_err(step("opening its memory"))?;
+    let memory = open_memory(traces.pid)?;
     // Looked at once more: the number may have become another process's until the memory was open.
     if procfs::start_time(traces.pid) != Some(traces.started) {
         return Err(EntryError::Gone);

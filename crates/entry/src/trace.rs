@@ -36,6 +36,13 @@ fn call(request: libc::c_uint, thread: i32, address: usize, data: usize) -> io::
 }
 
 impl Tracer {
+    /// True if this process may call ptrace(2) at all: a seccomp filter of its own may forbid that.
+    pub fn is_allowed() -> bool {
+        // There is no thread 0.
+        let refused = call(libc::PTRACE_DETACH, 0, 0, 0).err();
+        refused.and_then(|error| error.raw_os_error()) == Some(libc::ESRCH)
+    }
+
     /// Begins to trace `thread`, which goes on running.
     ///
     /// # Errors

@@ -55,6 +55,10 @@ pub struct EntryPage {
     pub all: u32,
     /// 1 if idle memory is evicted to the cold tier, 0 if equal pages are merged.
     pub cold: u32,
+    /// 1 if the program's filters let the agent choose its processor.
+    pub may_follow: u32,
+    /// 1 if they let it map memory that can be written and executed.
+    pub may_execute: u32,
     /// Refault budget in millionths, and limit of the tier in bytes, for [`cold`](Self::cold); 0 for the daemon's default.
     pub cold_options: [u64; 2],
     /// Where everything of ours begins, and how long it is, stack and this page included.

@@ -6,7 +6,7 @@
 //! need. Otherwise the agent leaves before the filter comes: the kernel may kill a process for a forbidden call.
 //!
 //! The filters of a program that runs already the entering process reads, and asks them the same
-//! ([`first_forbidden`]). The default filters of container engines allow all of it.
+//! ([`judge_attached`]). The default filters of container engines allow all of it.
 
 use core::ffi::{c_int, c_long};
 use libc::sock_filter;
@@ -22,6 +22,11 @@ pub const THREAD_FLAGS: i32 = libc::CLONE_VM
     | libc::CLONE_SYSVSEM
     | libc::CLONE_PARENT_SETTID
     | libc::CLONE_CHILD_CLEARTID;
+
+/// How the threads of an attached program's agent are made. QEMU's sandbox takes a clone(2) for a new process unless it has
+/// all flags of the C library's threads, one for thread-local storage among them. The agent has none: the pointer to it is
+/// 0.
+pub const ATTACHED_THREAD_FLAGS: i32 = THREAD_FLAGS | libc::CLONE_SETTLS;
 
 /// Most instructions that the kernel takes.
 pub const INSTRUCTIONS_MAX: usize = 4096;
@@ -44,6 +49,24 @@ pub struct Verdict {
 struct Call {
     number: c_long,
     args: [u64; 6],
+}
+
+/// What filters leave the agent of an attached program, beside what it cannot do without.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leeway {
+    /// It may choose its processor.
+    pub follow: bool,
+    /// It may map memory that can be written and executed, and so merge such memory.
+    pub execute: bool,
+    /// Its code may become executable where it was written.
+    pub code_in_place: bool,
+    /// Its code may be mapped from a file.
+    pub code_of_file: bool,
+}
+
+impl Leeway {
+    /// Of a program without filters.
+    pub const ALL: Leeway = Leeway { follow: true, execute: true, code_in_place: true, code_of_file: true };
 }
 
 /// Arguments that a filter cannot mean: a pointer, a length, a descriptor.
@@ -137,9 +160,12 @@ const WORK: &[Call] = &[
     call(libc::SYS_exit, [0; 6]),
 ];
 
-/// What starting the agent's thread takes.
+const fn clone(flags: i32) -> Call {
+    call(libc::SYS_clone, [flags as u64, P, P, P, 0, 0])
+}
+
+/// What starting the agent's thread takes, beside a clone(2).
 const START: &[Call] = &[
-    call(libc::SYS_clone, [THREAD_FLAGS as u64, P, P, P, 0, 0]),
     call(libc::SYS_close_range, [0, u32::MAX as u64, libc::CLOSE_RANGE_UNSHARE as u64, 0, 0, 0]),
     call(libc::SYS_prctl, [libc::PR_SET_NAME as u64, P, 0, 0, 0, 0]),
 ];
@@ -159,7 +185,7 @@ const FOLLOW: Call = call(libc::SYS_sched_setaffinity, [0, 1024, P, 0, 0, 0]);
 const ATTACHED: &[Call] = &[
     call(libc::SYS_rt_sigprocmask, [libc::SIG_SETMASK as u64, P, 0, 8, 0, 0]),
     map(READ_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE | libc::MAP_NORESERVE),
-    call(libc::SYS_mprotect, [P, L, (libc::PROT_READ | libc::PROT_EXEC) as u64, 0, 0, 0]),
+    clone(ATTACHED_THREAD_FLAGS),
     call(libc::SYS_nanosleep, [P, 0, 0, 0, 0, 0]),
     call(libc::SYS_getrandom, [P, 8, 0, 0, 0, 0]),
     call(libc::SYS_prctl, [libc::PR_GET_DUMPABLE as u64, 0, 0, 0, 0, 0]),
@@ -173,6 +199,19 @@ const ATTACHED: &[Call] = &[
     call(libc::SYS_getrusage, [libc::RUSAGE_SELF as u64, P, 0, 0, 0, 0]),
     call(libc::SYS_set_tid_address, [P, 0, 0, 0, 0, 0]),
 ];
+
+/// How the agent's code becomes executable where it was written.
+const CODE_IN_PLACE: Call = call(libc::SYS_mprotect, [P, L, (libc::PROT_READ | libc::PROT_EXEC) as u64, 0, 0, 0]);
+
+/// How it becomes so where the first way is closed, as by systemd's `MemoryDenyWriteExecute`: it is mapped from a file.
+const CODE_OF_FILE: &[Call] = &[
+    call(libc::SYS_memfd_create, [P, (libc::MFD_CLOEXEC | MFD_EXEC) as u64, 0, 0, 0, 0]),
+    call(libc::SYS_write, [FD, P, L, 0, 0, 0]),
+    map(libc::PROT_READ | libc::PROT_EXEC, libc::MAP_PRIVATE | libc::MAP_FIXED),
+];
+
+/// `linux/memfd.h`, since Linux 6.3.
+const MFD_EXEC: u32 = 0x10;
 
 /// How a process makes another, with memory that an agent of its own must look after.
 const FORKS: &[Call] = &[
@@ -195,23 +234,36 @@ fn requests() -> impl Iterator<Item = Call> {
 /// What a filter says; one that is not a program of the kernel's forbids everything.
 pub fn judge(program: &[sock_filter]) -> Verdict {
     let allows = |call: &Call| allows(program, call);
-    let start = START.iter().all(allows);
+    let start = allows(&clone(THREAD_FLAGS)) && START.iter().all(allows);
     let work = WORK.iter().all(allows) && requests().all(|call| allows(&call));
     let execute = EXECUTE.iter().all(allows);
     Verdict { stay: work && (start || !FORKS.iter().any(allows)), follow: allows(&FOLLOW), start, execute }
 }
 
-/// The number of the first call of an attached program's agent that one of `filters` forbids, or nothing. The agent
-/// `makes_userfaultfd` by userfaultfd(2) if the daemon has no device for it.
-pub fn first_forbidden(filters: &[&[sock_filter]], makes_userfaultfd: bool) -> Option<c_long> {
+/// What `filters` leave the agent of an attached program. The agent `makes_userfaultfd` by userfaultfd(2) if the daemon has
+/// no device for it.
+///
+/// # Errors
+/// The number of the first call that one of them forbids, and that the agent cannot do without.
+pub fn judge_attached(filters: &[&[sock_filter]], makes_userfaultfd: bool) -> Result<Leeway, c_long> {
     let is_made = |call: &Call| call.number != libc::SYS_userfaultfd || makes_userfaultfd;
-    let is_forbidden = |call: &Call| filters.iter().any(|filter| !allows(filter, call));
-    attached_calls().filter(is_made).find(is_forbidden).map(|call| call.number)
+    let is_allowed = |call: &Call| filters.iter().all(|filter| allows(filter, call));
+    let needed = [WORK, START, ATTACHED].into_iter().flatten().copied().chain(requests());
+    if let Some(call) = needed.filter(is_made).find(|call| !is_allowed(call)) {
+        return Err(call.number);
+    }
+    let leeway = Leeway {
+        follow: is_allowed(&FOLLOW),
+        execute: EXECUTE.iter().all(is_allowed),
+        code_in_place: is_allowed(&CODE_IN_PLACE),
+        code_of_file: CODE_OF_FILE.iter().all(is_allowed),
+    };
+    if leeway.code_in_place || leeway.code_of_file { Ok(leeway) } else { Err(CODE_IN_PLACE.number) }
 }
 
 /// All calls of an attached program's agent.
 fn attached_calls() -> impl Iterator<Item = Call> {
-    let lists = [WORK, START, EXECUTE, &[FOLLOW], ATTACHED];
+    let lists = [WORK, START, EXECUTE, &[FOLLOW, CODE_IN_PLACE], CODE_OF_FILE, ATTACHED];
     lists.into_iter().flatten().copied().chain(requests())
 }
 
@@ -407,6 +459,41 @@ mod tests {
             ];
             assert_eq!(judge(&program), Verdict { stay: true, follow: true, start: true, execute: false });
         }
+    }
+
+    /// As QEMU's sandbox and systemd's `SystemCallFilter=~@resources` are: neither lets a program choose its processors.
+    #[test]
+    fn an_attached_program_may_forbid_what_its_agent_can_do_without() {
+        let judge = |numbers: &[c_long]| judge_attached(&[&[give(ALLOW)], &filter(numbers, KILL, ALLOW)], true);
+        assert_eq!(judge(&[libc::SYS_reboot]), Ok(Leeway::ALL));
+        assert_eq!(judge(&[libc::SYS_sched_setaffinity]), Ok(Leeway { follow: false, ..Leeway::ALL }));
+        for needed in [libc::SYS_socketpair, libc::SYS_close_range, libc::SYS_ioctl, libc::SYS_userfaultfd] {
+            assert_eq!(judge(&[needed]), Err(needed));
+        }
+        assert_eq!(judge_attached(&[&filter(&[libc::SYS_userfaultfd], KILL, ALLOW)], false), Ok(Leeway::ALL));
+    }
+
+    /// As systemd's `MemoryDenyWriteExecute` is: memory does not become executable, but files may be mapped so.
+    #[test]
+    fn an_attached_program_may_forbid_that_memory_becomes_executable() {
+        // The low word of the third argument has all these bits.
+        let with_rights = |number: c_long, rights: c_int| {
+            vec![
+                LOAD_NUMBER,
+                jump(0x15, number as u32, 0, 4),
+                sock_filter { code: 0x20, jt: 0, jf: 0, k: 32 },
+                sock_filter { code: 0x54, jt: 0, jf: 0, k: rights as u32 },
+                jump(0x15, rights as u32, 0, 1),
+                give(REFUSE),
+                give(ALLOW),
+            ]
+        };
+        let protect = with_rights(libc::SYS_mprotect, libc::PROT_EXEC);
+        let map_both = with_rights(libc::SYS_mmap, libc::PROT_EXEC | libc::PROT_WRITE);
+        let only_of_file = Leeway { execute: false, code_in_place: false, ..Leeway::ALL };
+        assert_eq!(judge_attached(&[&protect, &map_both], true), Ok(only_of_file));
+        let map = with_rights(libc::SYS_mmap, libc::PROT_EXEC);
+        assert_eq!(judge_attached(&[&protect, &map], true), Err(libc::SYS_mprotect));
     }
 
     #[test]

@@ -9,9 +9,13 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, Ordering};
 use pagefold_os::signal::Blocked;
 use pagefold_os::{Range, mem, syscall};
-use pagefold_protocol::seccomp_filter::THREAD_FLAGS;
+use pagefold_protocol::seccomp_filter::{ATTACHED_THREAD_FLAGS, THREAD_FLAGS};
 
 const STACK_LEN: usize = 256 << 10;
+
+/// In tests the threads run code of the standard library, which uses thread-local storage.
+const FLAGS: libc::c_int =
+    if cfg!(all(feature = "attached", not(test))) { ATTACHED_THREAD_FLAGS } else { THREAD_FLAGS };
 
 /// Bytes of the longest path of a thread's file in /proc.
 #[cfg(feature = "preload")]
@@ -94,7 +98,7 @@ impl Thread {
         let top = stack.end & !15;
         // No signal of the program's may ever be delivered to our thread: it inherits a full mask.
         let blocked = Blocked::all();
-        let result = clone_thread(THREAD_FLAGS, top, self.id.as_ptr(), main);
+        let result = clone_thread(FLAGS, top, self.id.as_ptr(), main);
         drop(blocked);
         result >= 0
     }

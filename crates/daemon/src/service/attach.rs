@@ -7,8 +7,9 @@ use crate::domain_key::UNNAMED_DOMAIN;
 use crate::service::admission;
 use crate::service::daemon::Daemon;
 use crate::service::park;
-use pagefold_entry::enter::{self, ColdOptions, Entered, EntryError, Settings, Traces};
+use pagefold_entry::enter::{self, ColdOptions, Entered, EntryError, FILTERS_CURE, Settings, Traces};
 use pagefold_entry::image::AgentImage;
+use pagefold_merge::client::Gone;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::{self, Uffd};
@@ -25,6 +26,9 @@ const ANSWER_MS: u64 = 10_000;
 
 /// How long an agent may take to greet again, after the end of a loan or of an earlier daemon.
 const GREETS_AGAIN: Duration = Duration::from_secs(2);
+
+/// How long a program is asked again to make its merged pages private, while nothing but a busy machine keeps it from that.
+const GIVES_BACK: Duration = Duration::from_secs(10);
 
 /// How often programs are looked for that satisfy a rule.
 const RULES_LOOK: Duration = Duration::from_secs(1);
@@ -107,14 +111,20 @@ pub(crate) fn attach_by(
     asker: u32,
 ) -> Result<(Duration, Option<String>), String> {
     let may_be_ksm = || manage == Manage::All && domain == UNNAMED_DOMAIN && ksm::read("run").is_ok_and(|run| run == 1);
-    let why = match backend {
-        Backend::Ksm => String::new(),
-        Backend::Auto | Backend::Agent => match try_attach(daemon, pid, domain, manage, asker) {
-            Err(EntryError::NoAgent(why)) if backend == Backend::Auto && may_be_ksm() => why,
-            attached => return Ok((attached.map_err(|error| error.to_string())?, None)),
-        },
-    };
-    Ok((attach_to_ksm(daemon, pid, domain, manage, asker)?, Some(why)))
+    if backend == Backend::Ksm {
+        return Ok((attach_to_ksm(daemon, pid, domain, manage, asker)?, Some(String::new())));
+    }
+    match try_attach(daemon, pid, domain, manage, asker) {
+        Err(EntryError::NoAgent(why)) if backend == Backend::Auto && may_be_ksm() => {
+            match attach_to_ksm(daemon, pid, domain, manage, asker) {
+                Ok(still) => Ok((still, Some(why))),
+                // The same cure need not be named twice.
+                Err(error) if error.contains(FILTERS_CURE) => Err(why),
+                Err(error) => Err(format!("{why}; nor can KSM merge it: {error}")),
+            }
+        }
+        attached => attached.map(|still| (still, None)).map_err(|error| error.to_string()),
+    }
 }
 
 /// Has KSM merge the memory of process `pid`; returns how long one of its threads stood still.
@@ -242,18 +252,18 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, Strin
     };
     // The agent would bring everything back whether there is room or not, and while the program waits for it to end.
     let (_, mut count) = park::unpark(daemon, &ClientSelector::Pid(pid)).unwrap_or_default();
-    let mut left = 0;
-    for (domain, id) in daemon.live.clients_of(Some(pid)) {
-        let done = domain.unmerge(id).map_err(|_| "it is gone, or does not answer".to_owned())?;
-        (count, left) = (count + done.pages, left + done.left);
-    }
+    let (private, left) = make_private(daemon, pid).map_err(|Gone| "it is gone, or does not answer".to_owned())?;
+    count += private;
     if left > 0 {
         return Err(match pinning::way(pid) {
             Some(way) => format!(
                 "{left} of its pages stay shared, because a device may be reading into them by {way}; its agent stays. Nothing more \
                  is merged; detach it when that is over, or let it end"
             ),
-            None => format!("{left} of its pages stay shared, because memory is short; its agent stays: try again"),
+            None => format!(
+                "{left} of its pages stay shared, because memory is short, or its threads do not stand still; its agent stays: \
+                 try again"
+            ),
         });
     }
     if daemon.cold.pages_out(pid) > 0 {
@@ -266,6 +276,29 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, Strin
     leave_alone(daemon, traces.pid, Some(traces.started));
     daemon.live.forget(|client| client.shared.pid == pid);
     Ok(count)
+}
+
+/// Makes all merged pages of process `pid` private; returns how many are, and how many stay shared.
+///
+/// A batch of pages fails on a busy machine, where threads of the program do not stand still in time, and while the kernel
+/// holds a page for a moment. So what is left is asked for again, unless a device may be reading into it.
+///
+/// # Errors
+/// [`Gone`] if a client of the process is.
+pub(crate) fn make_private(daemon: &Daemon, pid: i32) -> Result<(u64, u64), Gone> {
+    let (mut pages, mut all_left) = (0, 0);
+    for (domain, id) in daemon.live.clients_of(Some(pid)) {
+        let began = Instant::now();
+        all_left += loop {
+            let done = domain.unmerge(id)?;
+            pages += done.pages;
+            if done.left == 0 || began.elapsed() > GIVES_BACK || pinning::way(pid).is_some() {
+                break done.left;
+            }
+            thread::sleep(Duration::from_millis(20));
+        };
+    }
+    Ok((pages, all_left))
 }
 
 /// No rule attaches the process again.

@@ -198,16 +198,13 @@ fn prepare_stop(tiers: &Tiers, cold: ColdOnStop) -> u64 {
 }
 
 fn unmerge(daemon: &Daemon, pid: i32) -> Answer {
-    let clients = daemon.live.clients_of(Some(pid));
-    if clients.is_empty() {
+    if daemon.live.clients_of(Some(pid)).is_empty() {
         return not_merged(pid);
     }
-    let done: Vec<_> = clients.iter().filter_map(|(domain, id)| domain.unmerge(*id).ok()).collect();
-    if done.is_empty() {
-        return Answer::Error { message: format!("{pid} is gone, or does not answer") };
+    match attach::make_private(daemon, pid) {
+        Ok((count, left)) => Answer::Unmerged { count, left },
+        Err(_) => Answer::Error { message: format!("{pid} is gone, or does not answer") },
     }
-    let (count, left) = done.iter().fold((0, 0), |(count, left), one| (count + one.pages, left + one.left));
-    Answer::Unmerged { count, left }
 }
 
 fn set_paused(daemon: &Daemon, pid: Option<i32>, is_paused: bool) -> Answer {
