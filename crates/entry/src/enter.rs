@@ -693,8 +693,8 @@ fn begin(
     let both = |words: [u64; 2]| words.map(u64::to_ne_bytes).concat();
     put(offset_of!(EntryPage, socket_len), &(settings.socket.len() as u32).to_ne_bytes())?;
     put(offset_of!(EntryPage, all), &u32::from(settings.all).to_ne_bytes())?;
-    put(offset_of!(EntryPage, may_follow), &u32::from(borrowed.leeway.follow).to_ne_bytes())?;
-    put(offset_of!(EntryPage, may_execute), &u32::from(borrowed.leeway.execute).to_ne_bytes())?;
+    put(offset_of!(EntryPage, may_follow), &u16::from(borrowed.leeway.follow).to_ne_bytes())?;
+    put(offset_of!(EntryPage, may_execute), &u16::from(borrowed.leeway.execute).to_ne_bytes())?;
     if let Some(cold) = settings.cold {
         put(offset_of!(EntryPage, cold), &1u32.to_ne_bytes())?;
         put(offset_of!(EntryPage, cold_options), &both([cold.tolerance_ppm, cold.tier_max]))?;

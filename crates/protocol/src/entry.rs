@@ -56,9 +56,9 @@ pub struct EntryPage {
     /// 1 if idle memory is evicted to the cold tier, 0 if equal pages are merged.
     pub cold: u32,
     /// 1 if the program's filters let the agent choose its processor.
-    pub may_follow: u32,
+    pub may_follow: u16,
     /// 1 if they let it map memory that can be written and executed.
-    pub may_execute: u32,
+    pub may_execute: u16,
     /// Refault budget in millionths, and limit of the tier in bytes, for [`cold`](Self::cold); 0 for the daemon's default.
     pub cold_options: [u64; 2],
     /// Where everything of ours begins, and how long it is, stack and this page included.
@@ -76,4 +76,6 @@ pub struct EntryPage {
 const _: () = assert!(core::mem::offset_of!(EntryPage, order) == 0);
 const _: () = assert!(core::mem::offset_of!(EntryPage, thread) == 4);
 const _: () = assert!(core::mem::offset_of!(EntryPage, left) == 8);
+// A daemon finds its way in pages that earlier versions have written.
+const _: () = assert!(core::mem::offset_of!(EntryPage, cold_options) == 40);
 const _: () = assert!(size_of::<EntryPage>() <= pagefold_os::PAGE_SIZE);
