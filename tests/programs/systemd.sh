@@ -16,6 +16,8 @@ mount --bind "$root/proc/sys" "$root/proc/sys"
 mount -o remount,bind,ro "$root/proc/sys"
 mount -t sysfs -o ro sysfs "$root/sys"
 mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
+# A group outlives the systemd that made it, and with it what its unit forbids: a service of the same name would inherit that.
+find "$root"/sys/fs/cgroup/*.slice -depth -type d -exec rmdir {} \; 2>/dev/null || :
 mount -t tmpfs tmpfs "$root/run"
 mount -t tmpfs tmpfs "$root/tmp"
 mount --rbind /dev "$root/dev"
