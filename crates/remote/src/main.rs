@@ -121,6 +121,9 @@ struct How {
     /// Refuse to run programs
     #[arg(long)]
     noexec: bool,
+    /// Do not fetch first what the start profile names
+    #[arg(long)]
+    no_prefetch: bool,
 }
 
 fn main() -> ExitCode {
@@ -156,8 +159,8 @@ fn run(arguments: Arguments) -> Result<(), Error> {
                     common.server.reference
                 )));
             };
-            let How { kind, upper, nosuid, nodev, noexec } = how;
-            let options = Options { kind, upper, nosuid, nodev, noexec, ..Options::default() };
+            let How { kind, upper, nosuid, nodev, noexec, no_prefetch } = how;
+            let options = Options { kind, upper, nosuid, nodev, noexec, no_prefetch, coming: None };
             let wish = fleet::Wish { address, name: &name, mountpoint: &mountpoint, options, only_opened };
             let wanted = pull::Wanted { platform: None, max_bytes: None, max_entries: None };
             fleet::mount(&runtime, &common, &wish, &wanted)

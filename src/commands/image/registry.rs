@@ -84,9 +84,14 @@ pub fn mount(store: &Path, domain: &str, args: &MountArgs) -> Result<ExitCode, E
     if let Some(upper) = options.upper {
         more.extend(["--upper".into(), std::path::absolute(upper)?.into_os_string()]);
     }
-    let flags = [("--nosuid", options.nosuid), ("--nodev", options.nodev), ("--noexec", options.noexec)];
-    let flags = flags.into_iter().chain([("--only-opened", args.only_opened)]);
-    more.extend(flags.filter(|(_, is_set)| *is_set).map(|(flag, _)| flag.into()));
+    let flags = [
+        ("--nosuid", options.nosuid),
+        ("--nodev", options.nodev),
+        ("--noexec", options.noexec),
+        ("--no-prefetch", options.no_prefetch),
+        ("--only-opened", args.only_opened),
+    ];
+    more.extend(flags.into_iter().filter(|(_, is_set)| *is_set).map(|(flag, _)| flag.into()));
     let mut command = command("mount", more, &args.registry, &[&args.name])?;
     control::make_own(&control::runtime_dir())?;
     // A process that has served a mount at this place may still have the old one open.

@@ -75,7 +75,8 @@ pub fn mount(runtime: &Runtime, common: &Common, wish: &Wish, wanted: &Wanted) -
     let digest = build.name_early(&tree)?;
     let has = build.has_all(&objects)?;
     let profile = manifest.head.profile.as_ref().and_then(Profile::from_outside);
-    let first: Vec<Digest> = profile.iter().flat_map(Profile::objects).collect();
+    let is_wanted = !wish.options.no_prefetch;
+    let first: Vec<Digest> = profile.iter().filter(|_| is_wanted).flat_map(Profile::objects).collect();
     let (needs, rest) = plan(&manifest, objects, &has, REQUEST_MAX);
     let (all, missing) = (needs.objects.len(), needs.missing);
     let head = manifest.head;
