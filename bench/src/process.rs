@@ -1,6 +1,7 @@
 //! Programs that the benches start: they end with the run, and what they print is checked.
 
 use std::io;
+use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -79,6 +80,12 @@ pub fn beside(name: &str) -> io::Result<PathBuf> {
         true => Ok(program),
         false => Err(io::Error::other(format!("{} is not built: cargo build --release", program.display()))),
     }
+}
+
+/// An address of this machine that is free at this moment. If another process takes it first, the server that was meant to
+/// have it ends, and the bench with it.
+pub fn free_address() -> io::Result<SocketAddr> {
+    TcpListener::bind("127.0.0.1:0")?.local_addr()
 }
 
 /// Asks every few milliseconds until `ready` returns a value.

@@ -284,7 +284,7 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
         let said = std::fs::read_to_string(&draft.0)?;
         if let Some(status) = ended {
             complain(&said);
-            return Ok(ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)));
+            return Ok(crate::exit::of_child(status));
         }
         if said.contains(SHOWN_AT) {
             std::fs::rename(&draft.0, &log_path)?;

@@ -128,7 +128,7 @@ fn filters() -> Item {
 /// As [`filters`], by what the kernel says of the process `by`.
 fn reads_filters(status: &str, by: &str) -> Item {
     let rights = procfs::value(status, "CapEff").and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0);
-    let lack = if procfs::value(status, "Seccomp").is_some_and(|mode| mode != "0") {
+    let lack = if procfs::has_filter(status) {
         Some(("has a filter itself, and the kernel shows it no other", FILTERS_CURE))
     } else {
         (rights >> CAP_SYS_ADMIN & 1 == 0)

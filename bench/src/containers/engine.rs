@@ -1,9 +1,9 @@
 //! A containerd of the bench's own, with two snapshotters: overlayfs' and ours.
 
-use crate::process::{self, Failure, Running, output, wait_for};
+use crate::process::{self, Failure, Running, free_address, output, wait_for};
 use serde_json::json;
 use std::fs::{self, File};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -144,8 +144,7 @@ pub struct Registry {
 impl Registry {
     /// Starts the distribution's registry in `dir`; `None` where it is not installed.
     pub fn start(dir: &Path) -> Result<Option<Registry>, Failure> {
-        // Free at this moment; if another process takes it first, the registry ends and the bench with it.
-        let host = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
+        let host = free_address()?.to_string();
         let config = json!({ "version": 0.1, "log": { "level": "error" }, "http": { "addr": host, "secret": "bench" },
             "storage": { "filesystem": { "rootdirectory": dir.join("data") } } });
         // YAML includes JSON.

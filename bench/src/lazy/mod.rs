@@ -16,7 +16,7 @@ use clap::Parser;
 use network::Link;
 use serde_json::{Value, json};
 use std::fs;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
@@ -215,8 +215,7 @@ struct Nginx {
 
 impl Nginx {
     fn start(dir: &Path, root: &Path) -> Result<Self, Failure> {
-        // A port that is free now is most likely free a moment later.
-        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let address = process::free_address()?;
         let (at, root) = (dir.display(), root.display());
         let paths =
             ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"].map(|name| format!("{name}_temp_path {at}/{name};"));

@@ -162,7 +162,7 @@ fn open_memory(pid: i32) -> Result<Memory, EntryError> {
 
 fn has_filter(pid: i32, thread: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
-    procfs::value(&status, "Seccomp").is_some_and(|mode| mode != "0")
+    procfs::has_filter(&status)
 }
 
 /// True if this process has a filter: the kernel shows it no other's then.

@@ -55,6 +55,11 @@ pub fn value<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':')).map(str::trim)
 }
 
+/// Returns true if the process or thread of this /proc/PID/status has a seccomp filter.
+pub fn has_filter(status: &str) -> bool {
+    value(status, "Seccomp").is_some_and(|mode| mode != "0")
+}
+
 /// The number that is the [`value`] of `key`, without its unit.
 pub fn field(text: &str, key: &str) -> Option<u64> {
     value(text, key)?.split_whitespace().next()?.parse().ok()

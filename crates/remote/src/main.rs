@@ -21,6 +21,8 @@ use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::oci::Platform;
 use pagefold_image::store::check_name;
 use pagefold_os::sanitize::clean;
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -107,7 +109,7 @@ enum Action {
 #[derive(clap::Args)]
 struct How {
     /// How the metadata is mounted
-    #[arg(long, default_value = "auto")]
+    #[arg(long, default_value = "auto", value_parser = kind)]
     kind: MountKind,
     /// Directory that keeps changes
     #[arg(long)]
@@ -124,6 +126,11 @@ struct How {
     /// Do not fetch first what the start profile names
     #[arg(long)]
     no_prefetch: bool,
+}
+
+/// Reads the kind of a mount by the name that output has for it.
+fn kind(name: &str) -> Result<MountKind, serde::de::value::Error> {
+    MountKind::deserialize(name.into_deserializer())
 }
 
 fn main() -> ExitCode {

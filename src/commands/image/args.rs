@@ -1,6 +1,7 @@
 //! The arguments of `pagefold image`.
 
 use crate::units;
+use clap::ValueEnum;
 use pagefold_image::Error as ImageError;
 use pagefold_image::config::Limits;
 use pagefold_image::mount::{self, MountKind};
@@ -468,6 +469,13 @@ pub enum KindArg {
     Loop,
     /// Metadata directory (rootless from Linux 6.16)
     Directory,
+}
+
+impl KindArg {
+    /// Its name as an argument.
+    pub fn name(self) -> String {
+        self.to_possible_value().expect("none is hidden").get_name().to_owned()
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

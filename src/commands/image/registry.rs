@@ -5,7 +5,7 @@ use super::args::{MountArgs, PullArgs, PushArgs, RegistryArgs};
 use crate::daemon_client::create_log;
 use crate::error::Error;
 use crate::note;
-use crate::output::print;
+use crate::output::{complain, print};
 use pagefold_disk::control;
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -80,7 +80,7 @@ pub fn mount(store: &Path, domain: &str, args: &MountArgs) -> Result<ExitCode, E
     let mut more = of_store(store, domain);
     let options = args.options.options();
     more.push(format!("--name={}", args.store_as.as_deref().unwrap_or(name_of(&args.name))).into());
-    more.extend(["--mountpoint".into(), at.into_os_string(), format!("--kind={}", options.kind.name()).into()]);
+    more.extend(["--mountpoint".into(), at.into_os_string(), format!("--kind={}", args.options.kind.name()).into()]);
     if let Some(upper) = options.upper {
         more.extend(["--upper".into(), std::path::absolute(upper)?.into_os_string()]);
     }
@@ -105,10 +105,9 @@ pub fn mount(store: &Path, domain: &str, args: &MountArgs) -> Result<ExitCode, E
     child.stdout.take().expect("a pipe").read_to_string(&mut told)?;
     if told.is_empty() {
         let status = child.wait()?;
-        let said = std::fs::read_to_string(&log_path)?;
-        eprint!("{said}");
+        complain(&std::fs::read_to_string(&log_path)?);
         let _ = std::fs::remove_file(&log_path);
-        return Ok(ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)));
+        return Ok(crate::exit::of_child(status));
     }
     print(&told)?;
     if !args.registry.json {

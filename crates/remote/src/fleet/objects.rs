@@ -14,7 +14,7 @@ use std::path::Path;
 use tokio::runtime::Handle;
 
 /// Bytes between two pieces that are fetched along: a request of its own would cost more.
-const GAP: u32 = 16 << 10;
+pub const GAP: u32 = 16 << 10;
 
 /// An object of the image: digest, bytes.
 pub type Object = (Digest, u64);
@@ -30,6 +30,9 @@ pub struct Piece {
     pub offset: u32,
     pub packed: u32,
 }
+
+/// A piece, and its pack.
+pub type InPack = (Digest, Piece);
 
 /// A range of a pack, and the pieces in it.
 pub struct Request {
@@ -56,39 +59,55 @@ pub struct Needs {
     pub missing: usize,
 }
 
-/// What is to be fetched, in requests of `most` bytes each at most: first the objects of one piece, pack by pack, then the
-/// others, piece by piece.
-pub fn plan(manifest: &Manifest, objects: Vec<Object>, has: &[bool], most: u32) -> (Needs, Vec<Request>) {
-    let (mut small, mut large) = (Vec::new(), Vec::new());
-    let missing = has.iter().filter(|has| !**has).count();
-    let mut lie = HashMap::new();
-    let mut places = manifest.places.iter();
-    for (object, (_, size)) in objects.iter().enumerate() {
-        let count = piece_count(*size) as u32;
-        for (number, place) in places.by_ref().take(count as usize).enumerate() {
-            if has[object] {
-                continue;
+impl Needs {
+    /// What `manifest`'s image needs, with these `objects`, of which the store `has` some.
+    pub fn of(manifest: &Manifest, objects: Vec<Object>, has: &[bool]) -> Self {
+        let missing = has.iter().filter(|has| !**has).count();
+        let (mut lie, mut places) = (HashMap::new(), manifest.places.iter());
+        for (object, (_, size)) in objects.iter().enumerate() {
+            let count = piece_count(*size) as usize;
+            for (number, place) in places.by_ref().take(count).enumerate().filter(|_| !has[object]) {
+                let pack = manifest.packs[place.pack as usize];
+                lie.insert((object, number as u32), (pack, place.offset, place.packed));
             }
-            let (pack, number) = (manifest.packs[place.pack as usize], number as u32);
-            lie.insert((object, number), (pack, place.offset, place.packed));
-            let piece = Piece { object, number, offset: place.offset, packed: place.packed };
-            if count == 1 { small.push((pack, piece)) } else { large.push((pack, piece)) }
         }
+        Self { objects, places: lie, missing }
     }
-    small.sort_by_key(|(pack, piece)| (*pack, piece.offset));
-    let mut plan: Vec<Request> = Vec::new();
-    for (pack, piece) in small.into_iter().chain(large) {
-        let fits = |last: &&mut Request| {
-            let gap = piece.offset.checked_sub(last.end());
-            let bytes = (piece.offset + piece.packed).saturating_sub(last.begin());
-            last.pack == pack && gap.is_some_and(|gap| gap <= GAP) && bytes <= most
-        };
-        match plan.last_mut().filter(fits) {
-            Some(last) => last.pieces.push(piece),
-            None => plan.push(Request { pack, pieces: vec![piece] }),
+
+    /// Returns true if object `object` has several pieces.
+    pub fn is_large(&self, object: usize) -> bool {
+        piece_count(self.objects[object].1) > 1
+    }
+
+    /// The missing pieces: first those that are whole objects, in the order of the packs, then the others, object by object.
+    pub fn pieces(&self) -> (Vec<InPack>, Vec<InPack>) {
+        let pieces = self
+            .places
+            .iter()
+            .map(|(&(object, number), &(pack, offset, packed))| (pack, Piece { object, number, offset, packed }));
+        let (mut large, mut small): (Vec<_>, Vec<_>) = pieces.partition(|(_, piece)| self.is_large(piece.object));
+        small.sort_by_key(|(pack, piece)| (*pack, piece.offset));
+        large.sort_by_key(|(_, piece)| (piece.object, piece.number));
+        (small, large)
+    }
+
+    /// What is to be fetched, in requests of `most` bytes each at most.
+    pub fn plan(&self, most: u32) -> Vec<Request> {
+        let (small, large) = self.pieces();
+        let mut plan: Vec<Request> = Vec::new();
+        for (pack, piece) in small.into_iter().chain(large) {
+            let fits = |last: &&mut Request| {
+                let gap = piece.offset.checked_sub(last.end());
+                let bytes = (piece.offset + piece.packed).saturating_sub(last.begin());
+                last.pack == pack && gap.is_some_and(|gap| gap <= GAP) && bytes <= most
+            };
+            match plan.last_mut().filter(fits) {
+                Some(last) => last.pieces.push(piece),
+                None => plan.push(Request { pack, pieces: vec![piece] }),
+            }
         }
+        plan
     }
-    (Needs { objects, places: lie, missing }, plan)
 }
 
 /// The error for a pack that is not there.

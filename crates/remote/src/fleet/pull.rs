@@ -5,7 +5,7 @@
 
 use super::bucket::Bucket;
 use super::image::Image;
-use super::objects::{Needs, Object, Piece, Request, from_other_packs, missing, plan, put, unpack_piece};
+use super::objects::{Needs, Object, Piece, Request, from_other_packs, missing, put, unpack_piece};
 use super::packs::pack_path;
 use crate::address::Address;
 use crate::common::{Common, mib, say};
@@ -55,9 +55,9 @@ pub fn pull(runtime: &Runtime, common: &Common, address: &Address, name: &str, w
     let has = build.has_all(&objects)?;
     moved.objects_known = has.iter().filter(|has| **has).count() as u64;
     moved.objects_fetched = objects.len() as u64 - moved.objects_known;
-    let (needs, plan) = plan(&manifest, objects, &has, REQUEST_MAX);
+    let needs = Needs::of(&manifest, objects, &has);
     let mut fetched = Moved::default();
-    let named = match fetch(runtime, &bucket, &build, (&needs, plan), &mut fetched) {
+    let named = match fetch(runtime, &bucket, &build, &needs, &mut fetched) {
         Ok(bad) if bad.is_empty() => Ok(()),
         Ok(bad) => Err(lost(&tree, &needs.objects, &bad)),
         Err(error) => Err(error),
@@ -90,10 +90,10 @@ fn fetch(
     runtime: &Runtime,
     bucket: &Arc<Bucket>,
     build: &Build,
-    (needs, plan): (&Needs, Vec<Request>),
+    needs: &Needs,
     moved: &mut Moved,
 ) -> Result<BTreeMap<usize, String>> {
-    let mut arrivals = Arrivals::begin(runtime, bucket, &needs.objects, plan);
+    let mut arrivals = Arrivals::begin(runtime, bucket, &needs.objects, needs.plan(REQUEST_MAX));
     let (mut bad, mut whole, mut unnamed) = (BTreeMap::new(), 0, 0);
     while let Some((piece, plain)) = arrivals.next()? {
         moved.bytes_fetched = arrivals.bytes;

@@ -4,10 +4,9 @@ use crate::digest::Digest;
 use crate::runtime::profile::Profile;
 use crate::store::Store;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 /// How the metadata is shown; see the module's table.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MountKind {
     /// The best that this kernel and user have.
@@ -21,30 +20,6 @@ pub enum MountKind {
     Loop,
     /// A metadata directory.
     Directory,
-}
-
-impl MountKind {
-    /// All of them.
-    const ALL: [Self; 5] = [Self::Auto, Self::Native, Self::Erofs, Self::Loop, Self::Directory];
-
-    /// Its name in options and output.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Native => "native",
-            Self::Erofs => "erofs",
-            Self::Loop => "loop",
-            Self::Directory => "directory",
-        }
-    }
-}
-
-impl FromStr for MountKind {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| format!("{name}: no kind of mount"))
-    }
 }
 
 /// How to mount.

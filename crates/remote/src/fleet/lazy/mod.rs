@@ -13,7 +13,7 @@ mod file_system;
 mod objects;
 
 use super::image::Image;
-use super::objects::plan;
+use super::objects::Needs;
 use super::pull::keep_profile;
 use crate::address::Address;
 use crate::common::{Common, mib, say};
@@ -35,9 +35,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
-
-/// Most bytes of a request for what no program waits for.
-const REQUEST_MAX: u32 = 4 << 20;
 
 /// How often what has come gets its name: a process that is killed loses no more.
 const KEEP_EVERY: Duration = Duration::from_secs(20);
@@ -77,7 +74,7 @@ pub fn mount(runtime: &Runtime, common: &Common, wish: &Wish, wanted: &Wanted) -
     let profile = manifest.head.profile.as_ref().and_then(Profile::from_outside);
     let is_wanted = !wish.options.no_prefetch;
     let first: Vec<Digest> = profile.iter().filter(|_| is_wanted).flat_map(Profile::objects).collect();
-    let (needs, rest) = plan(&manifest, objects, &has, REQUEST_MAX);
+    let needs = Needs::of(&manifest, objects, &has);
     let (all, missing) = (needs.objects.len(), needs.missing);
     let head = manifest.head;
     let publish = || {
@@ -90,8 +87,8 @@ pub fn mount(runtime: &Runtime, common: &Common, wish: &Wish, wanted: &Wanted) -
         let mounted = mount::mount_tree(store, &digest, wish.mountpoint, &wish.options)?;
         return report(common, wish, &digest, &mounted, (all, 0));
     }
-    let rest = if wish.only_opened { Vec::new() } else { rest };
-    let objects = Arc::new(Objects::new(runtime.handle().clone(), bucket, &build, needs, &has, &first, rest));
+    let objects = Objects::new(runtime.handle().clone(), bucket, &build, needs, &has);
+    let objects = Arc::new(objects.with_requests(&first, wish.only_opened));
     objects.count_bytes(manifest_bytes);
     let mounted = show(&build, &objects, &digest, wish)?;
     let started = objects.start();

@@ -6,7 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::fleet::bucket::Bucket;
-use crate::fleet::objects::{Needs, Piece, Request, from_other_packs, missing, put, unpack_piece};
+use crate::fleet::objects::{GAP, InPack, Needs, Piece, Request, from_other_packs, missing, put, unpack_piece};
 use crate::fleet::packs::pack_path;
 use futures_util::StreamExt;
 use pagefold_image::build::Build;
@@ -27,6 +27,9 @@ const REST_WORKERS: usize = 3;
 
 /// Requests for the pieces of one large object at the same time.
 const PIECES_AT_ONCE: usize = 4;
+
+/// Most bytes of a request for what no program waits for.
+const REQUEST_MAX: u32 = 4 << 20;
 
 /// Bytes of a request for an object that a program waits for, with its neighbours: what a fast network moves while the
 /// question is on its way.
@@ -96,7 +99,7 @@ pub struct Objects {
     needs: Needs,
     numbers: HashMap<Digest, usize>,
     /// The missing objects of one piece, in the order of the packs, and the place of each there.
-    packed: Vec<(Digest, Piece)>,
+    packed: Vec<InPack>,
     places: HashMap<usize, usize>,
     work: Mutex<Work>,
     news: Condvar,
@@ -106,40 +109,25 @@ pub struct Objects {
 }
 
 impl Objects {
-    /// The objects of `needs`, of which the store `has` some. Those of `first` are fetched first, and `rest` at the end.
-    pub fn new(
-        runtime: Handle,
-        bucket: Arc<Bucket>,
-        build: &Arc<Build<'static>>,
-        needs: Needs,
-        has: &[bool],
-        first: &[Digest],
-        rest: Vec<Request>,
-    ) -> Self {
-        let numbers: HashMap<Digest, usize> =
-            needs.objects.iter().enumerate().map(|(number, (digest, _))| (*digest, number)).collect();
-        let mut packed = Vec::new();
-        for (&(object, number), &(pack, offset, bytes)) in &needs.places {
-            if piece_count(needs.objects[object].1) == 1 {
-                packed.push((pack, Piece { object, number, offset, packed: bytes }));
-            }
-        }
-        packed.sort_by_key(|(pack, piece)| (*pack, piece.offset));
+    /// The objects of `needs`, of which the store `has` some.
+    pub fn new(runtime: Handle, bucket: Arc<Bucket>, build: &Arc<Build<'static>>, needs: Needs, has: &[bool]) -> Self {
+        let numbers = needs.objects.iter().enumerate().map(|(number, (digest, _))| (*digest, number)).collect();
+        let (packed, _) = needs.pieces();
         let places = packed.iter().enumerate().map(|(place, (_, piece))| (piece.object, place)).collect();
-        let states: Vec<State> = has.iter().map(|has| if *has { State::Here } else { State::Absent }).collect();
+        let states = has.iter().map(|has| if *has { State::Here } else { State::Absent }).collect();
         let work = Work {
             states,
             missing: needs.missing,
             wanted: VecDeque::new(),
             waiting: HashMap::new(),
             first: VecDeque::new(),
-            rest: one_each(rest, &needs),
+            rest: VecDeque::new(),
             rest_workers: 0,
             waited: None,
             paused: None,
             end: None,
         };
-        let mut objects = Self {
+        Self {
             runtime,
             bucket,
             build: Arc::downgrade(build),
@@ -151,60 +139,64 @@ impl Objects {
             news: Condvar::new(),
             bytes: AtomicU64::new(0),
             said: Mutex::default(),
-        };
-        let first = objects.in_requests(first, has);
-        objects.work.get_mut().expect("no panic while held").first = first;
-        objects
+        }
     }
 
-    /// Requests for what a start reads: large objects one by one, and small ones in ranges of their packs. A range stands
-    /// where its first object does.
-    fn in_requests(&self, digests: &[Digest], has: &[bool]) -> VecDeque<Request> {
-        let (mut requests, mut seen) = (VecDeque::<Request>::new(), HashSet::new());
-        let wanted: Vec<usize> = digests
-            .iter()
-            .filter_map(|digest| self.numbers.get(digest).copied())
-            .filter(|object| !has[*object] && seen.insert(*object))
-            .collect();
-        let mut taken = HashSet::new();
-        for object in &wanted {
-            let Some(&place) = self.places.get(object) else {
-                requests.extend(self.large(*object));
-                continue;
-            };
-            if taken.contains(object) {
+    /// Notes that the objects `first` are to be fetched before they are opened, and then all others, unless `only_opened`.
+    pub fn with_requests(mut self, first: &[Digest], only_opened: bool) -> Self {
+        let first = first.iter().filter_map(|digest| self.number(digest));
+        let first = self.in_requests(first.filter(|object| self.is_missing(*object)), PROFILE_GAP);
+        let small = self.packed.iter().map(|(_, piece)| piece.object);
+        let large = (0..self.needs.objects.len()).filter(|object| self.needs.is_large(*object));
+        let all = small.chain(large.filter(|object| self.is_missing(*object))).filter(|_| !only_opened);
+        let rest = self.in_requests(all, GAP);
+        let work = self.work.get_mut().expect("no panic while held");
+        (work.first, work.rest) = (first, rest);
+        self
+    }
+
+    /// Returns true if the store did not have the object at the beginning.
+    fn is_missing(&self, object: usize) -> bool {
+        self.needs.places.contains_key(&(object, 0))
+    }
+
+    /// Requests for missing `objects`: large ones one by one, and small ones in ranges of their packs with gaps of at most
+    /// `gap` bytes. A range stands where its first object does.
+    fn in_requests(&self, objects: impl Iterator<Item = usize>, gap: u32) -> VecDeque<Request> {
+        let mut seen = HashSet::new();
+        let objects: Vec<usize> = objects.filter(|object| seen.insert(*object)).collect();
+        let (mut requests, mut taken) = (VecDeque::new(), HashSet::new());
+        for object in objects {
+            if taken.contains(&object) {
                 continue;
             }
-            let mut pieces = self.range(place, super::REQUEST_MAX, PROFILE_GAP, |other| seen.contains(&other));
-            pieces.retain(|piece| taken.insert(piece.object));
-            requests.push_back(Request { pack: self.packed[place].0, pieces });
+            let mut request = self.request(object, REQUEST_MAX, gap, |other| seen.contains(&other));
+            request.pieces.retain(|piece| taken.insert(piece.object));
+            requests.push_back(request);
         }
         requests
     }
 
-    /// The request for an object of several pieces. It has the first alone: a worker asks for all of them.
-    fn large(&self, object: usize) -> Option<Request> {
-        let &(pack, offset, packed) = self.needs.places.get(&(object, 0))?;
-        Some(Request { pack, pieces: vec![Piece { object, number: 0, offset, packed }] })
-    }
-
-    /// The piece at `place`, and those behind it in its pack that are `wanted`, up to `most` bytes in all and with no gap
-    /// above `gap`.
-    fn range(&self, place: usize, most: u32, gap: u32, wanted: impl Fn(usize) -> bool) -> Vec<Piece> {
+    /// The request for missing object `object`. A small one brings those behind it in its pack that are `wanted`, up to
+    /// `most` bytes in all and with no gap above `gap`. Of a large one it has the first piece: a worker asks for them all.
+    fn request(&self, object: usize, most: u32, gap: u32, wanted: impl Fn(usize) -> bool) -> Request {
+        let Some(&place) = self.places.get(&object) else {
+            let (pack, offset, packed) = self.needs.places[&(object, 0)];
+            return Request { pack, pieces: vec![Piece { object, number: 0, offset, packed }] };
+        };
         let (pack, first) = self.packed[place];
-        let mut pieces = vec![first];
-        let mut end = first.offset + first.packed;
+        let mut request = Request { pack, pieces: vec![first] };
         for (other, piece) in &self.packed[place + 1..] {
+            let end = request.end();
             let is_near = *other == pack && piece.offset >= end && piece.offset - end <= gap;
             if !is_near || piece.offset + piece.packed - first.offset > most {
                 break;
             }
             if wanted(piece.object) {
-                pieces.push(*piece);
-                end = piece.offset + piece.packed;
+                request.pieces.push(*piece);
             }
         }
-        pieces
+        request
     }
 
     /// Starts the threads that fetch.
@@ -319,17 +311,9 @@ impl Objects {
                 if work.states[object] != State::Absent {
                     continue;
                 }
-                let request = match self.places.get(&object) {
-                    Some(&place) => {
-                        let absent = |other: usize| work.states[other] == State::Absent;
-                        Some(Request {
-                            pack: self.packed[place].0,
-                            pieces: self.range(place, AROUND, PROFILE_GAP, absent),
-                        })
-                    }
-                    None => self.large(object),
-                };
-                work = request.map_or_else(|| self.lock(), |request| self.bring(work, request).0);
+                let absent = |other: usize| work.states[other] == State::Absent;
+                let request = self.request(object, AROUND, PROFILE_GAP, absent);
+                work = self.bring(work, request).0;
                 continue;
             }
             if let Some(request) = work.first.pop_front() {
@@ -374,7 +358,7 @@ impl Objects {
             work.states[piece.object] = State::Coming;
         }
         drop(work);
-        let is_large = self.needs.objects[request.pieces[0].object].1 > pagefold_image::fleet::PIECE;
+        let is_large = self.needs.is_large(request.pieces[0].object);
         let bad = match self.build.upgrade() {
             Some(build) if is_large => self.look_elsewhere(&build, self.fetch_large(&build, &request)),
             Some(build) => self.look_elsewhere(&build, self.fetch_small(&build, &request)),
@@ -420,22 +404,18 @@ impl Objects {
     fn fetch_small(&self, build: &Build, request: &Request) -> BTreeMap<usize, Error> {
         let range = request.begin().into()..request.end().into();
         let answer = self.runtime.block_on(self.bucket.range(&pack_path(&request.pack), range));
-        let answer = answer.and_then(|bytes| bytes.ok_or_else(|| missing(&request.pack)));
+        let bytes = match answer.and_then(|bytes| bytes.ok_or_else(|| missing(&request.pack))) {
+            Ok(bytes) => bytes,
+            Err(error) => return request.pieces.iter().map(|piece| (piece.object, again(&error))).collect(),
+        };
+        self.count_bytes(bytes.len() as u64);
         let mut bad = BTreeMap::new();
-        self.count_bytes(answer.as_ref().map_or(0, |bytes| bytes.len() as u64));
         for piece in &request.pieces {
             let object = self.needs.objects[piece.object];
             let begin = (piece.offset - request.begin()) as usize;
-            let plain = match &answer {
-                Ok(bytes) => {
-                    let packed = bytes.get(begin..begin + piece.packed as usize).unwrap_or_default();
-                    unpack_piece(&request.pack, packed, object.1, piece.number)
-                }
-                Err(error) => Err(again(error)),
-            };
-            let mut plain = Some(plain);
-            let next = |_| plain.take().unwrap_or_else(|| Err(Error::Said("it has one piece".into())));
-            if let Err(error) = put(build, object, next) {
+            let packed = bytes.get(begin..begin + piece.packed as usize).unwrap_or_default();
+            let plain = |number| unpack_piece(&request.pack, packed, object.1, number);
+            if let Err(error) = put(build, object, plain) {
                 bad.insert(piece.object, error);
             }
         }
@@ -447,9 +427,7 @@ impl Objects {
         let number = request.pieces[0].object;
         let object = self.needs.objects[number];
         let ask = |piece: u32| async move {
-            let Some(&(pack, offset, packed)) = self.needs.places.get(&(number, piece)) else {
-                return Err(Error::Said("a piece without a place".into()));
-            };
+            let (pack, offset, packed) = self.needs.places[&(number, piece)];
             let range = u64::from(offset)..u64::from(offset + packed);
             let bytes = self.bucket.range(&pack_path(&pack), range).await?.ok_or_else(|| missing(&pack))?;
             self.count_bytes(bytes.len() as u64);
@@ -494,25 +472,6 @@ impl Work {
         let pause = self.paused.map_or(Duration::ZERO, |(until, _)| until.saturating_duration_since(now));
         quiet.max(pause)
     }
-}
-
-/// The requests with each large object once: a plan has a request for each run of its pieces.
-fn one_each(requests: Vec<Request>, needs: &Needs) -> VecDeque<Request> {
-    let is_large = |piece: &Piece| piece_count(needs.objects[piece.object].1) > 1;
-    let (mut seen, mut out) = (HashSet::new(), VecDeque::new());
-    for mut request in requests {
-        let (large, small): (Vec<Piece>, Vec<Piece>) = request.pieces.into_iter().partition(is_large);
-        for piece in large {
-            if seen.insert(piece.object) {
-                out.push_back(Request { pack: request.pack, pieces: vec![piece] });
-            }
-        }
-        if !small.is_empty() {
-            request.pieces = small;
-            out.push_back(Request { pack: request.pack, pieces: request.pieces });
-        }
-    }
-    out
 }
 
 /// The same error for each object of a request.
