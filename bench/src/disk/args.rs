@@ -62,7 +62,7 @@ impl Size {
             tree_mib: 60,
             rounds: 4,
             file_mib: 128,
-            all_peers: true,
+            all_rows: true,
             ksm_alone: Duration::from_secs(60),
         };
         if args.extent.full {
@@ -77,8 +77,8 @@ impl Size {
                 tree_mib: 16,
                 rounds: 1,
                 file_mib: 32,
-                all_peers: false,
-                ksm_alone: Duration::from_secs(10),
+                all_rows: false,
+                ksm_alone: Duration::from_secs(6),
             };
             return Size { images: 3, tree_mib: 40, file_mib: 64, round: Duration::from_millis(300), guests };
         }
@@ -96,8 +96,8 @@ pub struct GuestSize {
     pub rounds: usize,
     /// The file that four guests read.
     pub file_mib: usize,
-    /// Whether rows that take long are measured.
-    pub all_peers: bool,
+    /// Whether all rows are measured, those that take long and those that are like another one.
+    pub all_rows: bool,
     /// How long KSM may go on alone.
     pub ksm_alone: Duration,
 }

@@ -52,8 +52,12 @@ fn spread(runs: &[Merged], of: impl Fn(&Merged) -> Option<f64>) -> Spread {
     Spread::of(runs.iter().filter_map(of))
 }
 
-/// The engines of the table.
-fn engines(args: &Args) -> Vec<MergingEngine> {
+/// The engines of a layout's table.
+fn engines(args: &Args, layout: PageLayout) -> Vec<MergingEngine> {
+    // Quickly, all of ours once.
+    if args.extent.quick && layout != PageLayout::Files {
+        return args.pair();
+    }
     let mut engines = vec![
         MergingEngine::Ours { workers: 1, predict: true },
         MergingEngine::Ours { workers: 2, predict: true },
@@ -70,7 +74,7 @@ pub fn merge(args: &Args) -> Result<(), Failure> {
     for layout in args.layout.map_or_else(|| PageLayout::value_variants().to_vec(), |layout| vec![layout]) {
         let shape = args.shape(layout)?;
         let mut runs: Vec<(MergingEngine, Vec<Merged>)> =
-            engines(args).into_iter().map(|engine| (engine, Vec::new())).collect();
+            engines(args, layout).into_iter().map(|engine| (engine, Vec::new())).collect();
         for round in 0..args.rounds() {
             for (engine, runs) in &mut runs {
                 runs.push(merge_once(*engine, shape)?);

@@ -36,7 +36,7 @@ struct Args {
     /// The program that each of them is.
     #[arg(long, value_enum, default_value_t = Kind::Python)]
     kind: Kind,
-    /// Sandboxes; without it 24 (with --quick 6).
+    /// Sandboxes; without it 24 (with --quick 4).
     #[arg(long, value_name = "N", value_parser = positive())]
     sandboxes: Option<usize>,
     /// MiB of data in each, about.
@@ -48,7 +48,7 @@ struct Args {
     /// What is measured, as a list; without it all.
     #[arg(long, value_name = "PART,…", value_delimiter = ',', value_enum)]
     part: Vec<Part>,
-    /// The limit of memory for `fits`, as 8G; without it a twelfth of the machine's memory, 8G at most (with --quick 128M)
+    /// The limit of memory for `fits`, as 8G; without it a twelfth of the machine's memory, 8G at most (with --quick 96M)
     #[arg(long, value_name = "SIZE", value_parser = options::size)]
     limit: Option<u64>,
     #[command(flatten)]
@@ -101,15 +101,15 @@ const LIMIT_MAX: u64 = 8 << 30;
 impl Plan {
     fn of(args: &Args) -> Plan {
         let limit_bytes = match args.extent.quick {
-            true => 128 << 20,
+            true => 96 << 20,
             // In whole GiB.
             false => (procfs::available_and_total().1 / 12).next_multiple_of(1 << 30).min(LIMIT_MAX),
         };
-        let times = if args.extent.quick { [12_000, 3_000, 2_000, 600] } else { [60_000, 20_000, 20_000, 3_000] };
+        let times = if args.extent.quick { [6_000, 2_000, 2_000, 600] } else { [60_000, 20_000, 20_000, 3_000] };
         let [settles, waits, works, pause] = times.map(Duration::from_millis);
         Plan {
             kind: args.kind,
-            sandboxes: args.sandboxes.unwrap_or(if args.extent.quick { 6 } else { 24 }),
+            sandboxes: args.sandboxes.unwrap_or(if args.extent.quick { 4 } else { 24 }),
             mib: args.mib.unwrap_or(if args.extent.quick { 16 } else { 64 }),
             settles,
             waits,

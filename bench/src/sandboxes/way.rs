@@ -80,14 +80,14 @@ impl Way {
     /// In this order they are measured.
     pub const ALL: [Way; 7] = [Way::Nothing, Way::Ksm, Way::KsmZswap, Way::KsmSwap, Way::Merged, Way::Cold, Way::File];
 
-    /// Whether `--quick` measures it.
+    /// Whether `--quick` measures it: the peer, and what needs most of ours.
     pub fn is_quick(self) -> bool {
-        !matches!(self, Way::Ksm | Way::KsmSwap)
+        matches!(self, Way::KsmZswap | Way::Merged | Way::File)
     }
 
     /// Whether `--quick` measures all of it.
     pub fn is_quickest(self) -> bool {
-        matches!(self, Way::Nothing | Way::KsmZswap | Way::Cold)
+        matches!(self, Way::KsmZswap | Way::Merged)
     }
 
     /// As the table calls it.

@@ -12,7 +12,7 @@ use std::time::Instant;
 /// 4 KiB reads past the guest's own cache, each waiting for the one before: round trips, nothing else.
 pub(super) fn front_ends(Stage { scratch, boot, directory, images, size }: Stage<'_>) -> Result<(), Failure> {
     let image = &images[0];
-    let reads: usize = if size.all_peers { 4000 } else { 500 };
+    let reads: usize = if size.all_rows { 4000 } else { 500 };
     let socket = scratch.dir.join("nbd");
     let mount = Mount { cache_mib: size.cache_mib(), nbd: Some(socket.clone()), ..Mount::cache(directory) };
     let server = Server::start(scratch, mount)?;

@@ -40,7 +40,7 @@ pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part)
         let outcome = match part {
             Part::Sharing => sharing::sharing(stage),
             Part::Overhead => {
-                overhead::overhead(Stage { images: &images[..if size.all_peers { 2 } else { 1 }], ..stage })
+                overhead::overhead(Stage { images: &images[..if size.all_rows { 2 } else { 1 }], ..stage })
             }
             Part::FrontEnds => front_ends::front_ends(stage),
             _ => pressure::pressure(stage),

@@ -21,7 +21,7 @@ pub(super) fn overhead(Stage { scratch, boot, directory, images, size }: Stage<'
     let mut rows = Vec::new();
     let builds = guests_have(&mut plain, "/mnt/build/run")?;
     // One kind is enough to see that it runs.
-    let (plain_work, build) = if size.all_peers { (WORK, builds.then_some(&BUILD)) } else { (&WORK[..1], None) };
+    let (plain_work, build) = if size.all_rows { (WORK, builds.then_some(&BUILD)) } else { (&WORK[..1], None) };
     for (work, command) in plain_work.iter().chain(build) {
         let mut samples: Vec<[f64; 3]> = Vec::new();
         // The first round warms up: memory is plentiful on both sides.
