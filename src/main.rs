@@ -6,6 +6,7 @@
 mod args;
 mod attach_rules;
 mod commands;
+mod completion_values;
 mod config;
 mod daemon_client;
 mod error;
@@ -54,6 +55,14 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
+    match commands::answer_shell() {
+        Ok(false) => {}
+        Ok(true) => return ExitCode::SUCCESS,
+        Err(error) => {
+            note!("pagefold: {error}");
+            return ExitCode::FAILURE;
+        }
+    }
     let matches = match config::parse(Cli::command()) {
         Ok(matches) => matches,
         Err((error, code)) => {

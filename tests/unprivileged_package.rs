@@ -238,7 +238,8 @@ fn installed_files_work_in_their_places() {
         let script = at("usr/share/bash-completion/completions/pagefold");
         let ask = "source \"$1\" && complete -p pagefold && COMP_WORDS=(pagefold da) COMP_CWORD=1 && \
             _pagefold pagefold da pagefold && echo \"${COMPREPLY[@]}\"";
-        let found = ok(Command::new("bash").args(["-c", ask, "bash"]).arg(script));
+        let path = format!("{}:{}", at("usr/bin").display(), std::env::var("PATH").expect("text"));
+        let found = ok(Command::new("bash").args(["-c", ask, "bash"]).arg(script).env("PATH", path));
         assert!(found.lines().last().is_some_and(|line| line.contains("daemon")), "{found}");
     }
     for (shell, script) in [

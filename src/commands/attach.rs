@@ -3,7 +3,7 @@
 use super::control::for_each;
 use crate::error::Error;
 use crate::output::print_json;
-use crate::{attach_rules, daemon_client, note, say, units};
+use crate::{attach_rules, completion_values, daemon_client, note, say, units};
 use pagefold_daemon::ProgramFilter;
 use pagefold_daemon::control::{self, Answer, Request};
 use std::ffi::CString;
@@ -26,7 +26,7 @@ pub struct Attach {
     #[command(flatten)]
     programs: Programs,
     /// Name of the domain: programs of one user and one domain may share pages
-    #[arg(long, value_name = "NAME", default_value = "default")]
+    #[arg(long, value_name = "NAME", default_value = "default", add = completion_values::domains())]
     domain: String,
     /// Evict idle pages to the cold tier instead of merging
     #[arg(long)]
@@ -59,6 +59,7 @@ Examples:
   sudo pagefold detach --exe '/usr/bin/qemu-*'
 
 Nothing of pagefold is left in the program: no thread, mapping or descriptor.")]
+#[command(mut_arg("pids", |pids| pids.add(completion_values::clients())))]
 pub struct Detach {
     #[command(flatten)]
     programs: Programs,
@@ -73,7 +74,7 @@ pub struct Detach {
 #[command(group(clap::ArgGroup::new("selected").required(true).multiple(true).args(["pids", "cgroup", "exe", "user"])))]
 struct Programs {
     /// Process ids
-    #[arg(value_name = "PID", value_parser = units::pid)]
+    #[arg(value_name = "PID", value_parser = units::pid, add = completion_values::programs())]
     pids: Vec<i32>,
     /// Programs in this cgroup and below it
     #[arg(long, value_name = "PATH", value_parser = clap::builder::NonEmptyStringValueParser::new())]

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::output::print_json;
-use crate::{daemon_client, units};
+use crate::{completion_values, daemon_client, units};
 use crate::{note, say};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
@@ -15,7 +15,7 @@ const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
 #[command(group(clap::ArgGroup::new("selected").required(true).args(["clients", "all"])))]
 struct Selected {
     /// Process ids of clients
-    #[arg(value_name = "PID", value_parser = units::pid)]
+    #[arg(value_name = "PID", value_parser = units::pid, add = completion_values::clients())]
     clients: Vec<i32>,
     /// All clients
     #[arg(long)]

@@ -1,9 +1,9 @@
 //! `pagefold disk`: disk images through one page cache without copies.
 
 use crate::error::Error;
-use crate::note;
 use crate::output::{Progress, Style, Table, clean, complain, print, print_json};
 use crate::units::{self, show_size};
+use crate::{completion_values, note};
 use pagefold_disk::control;
 use pagefold_disk::fuse::Transport;
 use pagefold_disk::mount::{self, Options};
@@ -145,6 +145,7 @@ fn flush_interval(text: &str) -> Result<Duration, String> {
     # its disk fails or hangs")]
 struct UmountArgs {
     /// The mount point
+    #[arg(add = completion_values::disk_mounts())]
     mountpoint: PathBuf,
     /// Give up what the disk refuses, and kill the process when it does not end in 10 seconds; what it had
     /// not written is lost
@@ -161,6 +162,7 @@ struct UmountArgs {
 )]
 struct StatusArgs {
     /// The mount point; all mounts of this user if left out
+    #[arg(add = completion_values::disk_mounts())]
     mountpoint: Option<PathBuf>,
     /// Print JSON: one object for a mount point, else a list
     #[arg(long)]

@@ -22,6 +22,7 @@ mod stop;
 mod top;
 
 use crate::error::Error;
+pub use completions::answer as answer_shell;
 use std::process::ExitCode;
 
 /// All commands of the tool.

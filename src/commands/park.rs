@@ -3,7 +3,7 @@
 use super::control::for_each;
 use crate::error::Error;
 use crate::output::print_json;
-use crate::{daemon_client, say, units};
+use crate::{completion_values, daemon_client, say, units};
 use pagefold_daemon::cold::{ClientSelector, ColdClient};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
@@ -47,7 +47,7 @@ pub struct Unpark {
 #[command(group(clap::ArgGroup::new("target").required(true).args(["clients", "cgroup", "all"])))]
 struct Target {
     /// Process ids of clients
-    #[arg(value_name = "PID", value_parser = units::pid)]
+    #[arg(value_name = "PID", value_parser = units::pid, add = completion_values::clients())]
     clients: Vec<i32>,
     /// All clients in this cgroup and below it
     #[arg(long, value_name = "PATH", value_parser = clap::builder::NonEmptyStringValueParser::new())]

@@ -1,7 +1,7 @@
 //! `pagefold run`: starts a program whose equal pages are merged with those of others.
 
 use crate::error::Error;
-use crate::{args, daemon_client, exit, inherited_state, note};
+use crate::{args, completion_values, daemon_client, exit, inherited_state, note};
 use std::ffi::OsString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub struct ClientArgs {
     #[arg(long, value_enum, default_value_t = Manage::Marked)]
     pub manage: Manage,
     /// Share pages only inside this domain [default: one domain for all of this user]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = completion_values::domains())]
     pub domain: Option<String>,
     /// Evict idle pages to the cold tier instead of merging; manages all large private memory
     #[arg(long)]

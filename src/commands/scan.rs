@@ -1,5 +1,6 @@
 //! `pagefold scan`: what merging would save, found without changing anything.
 
+use crate::completion_values;
 use crate::error::Error;
 use crate::output::{self, Progress, Style, Table};
 use crate::units::{self, show_count, show_counted, show_duration, show_percent, show_size, show_size_signed};
@@ -37,7 +38,7 @@ Exit status: 0 if all that was named could be scanned, 1 if something could not 
 A process that ends meanwhile is a note, not a failure.")]
 pub struct Args {
     /// Processes, or files such as memory dumps
-    #[arg(value_name = "PID|FILE")]
+    #[arg(value_name = "PID|FILE", add = completion_values::programs())]
     targets: Vec<OsString>,
     /// All processes that may be read
     #[arg(long)]

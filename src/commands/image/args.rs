@@ -1,6 +1,6 @@
 //! The arguments of `pagefold image`.
 
-use crate::units;
+use crate::{completion_values, units};
 use clap::ValueEnum;
 use pagefold_image::Error as ImageError;
 use pagefold_image::config::Limits;
@@ -32,7 +32,7 @@ pub struct Args {
     #[arg(long, global = true, value_name = "DIR")]
     pub store: Option<PathBuf>,
     /// Trust boundary: nothing is shared across domains
-    #[arg(long, global = true, default_value = DEFAULT_DOMAIN, value_name = "NAME", value_parser = checked(check_domain))]
+    #[arg(long, global = true, default_value = DEFAULT_DOMAIN, value_name = "NAME", value_parser = checked(check_domain), add = completion_values::domains_of_images())]
     pub domain: String,
     #[command(subcommand)]
     pub action: Action,
@@ -56,6 +56,7 @@ pub enum Action {
   pagefold image umount --lazy /mnt")]
     Umount {
         /// Where it is mounted
+        #[arg(add = completion_values::image_mounts())]
         mountpoint: PathBuf,
         /// Detach now, end when the last user is gone; a mount of kind `directory` must be unused first
         #[arg(long)]
@@ -73,6 +74,7 @@ pub enum Action {
     #[command(mut_args(of_remote))]
     Ls {
         /// Image whose files to list
+        #[arg(add = completion_values::images())]
         name: Option<String>,
         /// List the images of a fleet's store instead: s3://BUCKET/PREFIX, file:///DIR
         #[arg(long, value_name = "URL", conflicts_with = "name")]
@@ -92,6 +94,7 @@ equal size that are in memory, and evicts what this reading loads. Only root lea
 same memory.")]
     Stat {
         /// Images to show (all by default)
+        #[arg(add = completion_values::images())]
         names: Vec<String>,
         /// Look at the files of these directories instead, whatever is mounted there
         #[arg(long, value_name = "DIR", num_args = 1.., conflicts_with = "names")]
@@ -108,6 +111,7 @@ same memory.")]
 Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be looked at.")]
     Verify {
         /// Images to verify (all by default)
+        #[arg(add = completion_values::images())]
         names: Vec<String>,
         /// Also compare page frames (root): mounted files must map the objects' own memory
         #[arg(long)]
@@ -125,7 +129,7 @@ Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be 
     #[command(mut_args(of_remote))]
     Rm {
         /// Images to forget
-        #[arg(required = true)]
+        #[arg(required = true, add = completion_values::images())]
         names: Vec<String>,
         /// Take them away from a fleet's store instead: s3://BUCKET/PREFIX, file:///DIR
         #[arg(long, value_name = "URL")]
@@ -140,6 +144,7 @@ Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be 
   pagefold image export --format oci app:1 ./layout")]
     Export {
         /// Image to write
+        #[arg(add = completion_values::images())]
         name: String,
         /// File or, for oci, new directory; `-` writes a tar to standard output
         output: PathBuf,
@@ -284,6 +289,7 @@ lacks are uploaded, packed; logins are those of the environment (AWS_ACCESS_KEY_
 Needs pagefold-remote, a program of its own.")]
 pub struct PushArgs {
     /// Image to upload
+    #[arg(add = completion_values::images())]
     pub name: String,
     /// Name of the image in the registry, or its address in a fleet's store: s3://BUCKET/PREFIX/NAME:TAG,
     /// file:///DIR/NAME:TAG
@@ -389,6 +395,7 @@ pagefold-remote, a program of its own; logins are those of `image pull`.")]
 pub struct MountArgs {
     /// Image to mount; with --lazy its address: s3://BUCKET/PREFIX/NAME:TAG, file:///DIR/NAME:TAG,
     /// https://HOST/PATH/NAME:TAG
+    #[arg(add = completion_values::images())]
     pub name: String,
     /// Directory to mount it on; what is in it is hidden meanwhile
     pub mountpoint: PathBuf,
@@ -426,6 +433,7 @@ Without a command the image's own is run. It takes this process over: its exit s
 Exit status of exec itself: 125 if it fails, 126 if the command cannot be run, 127 if it is not found.")]
 pub struct ExecArgs {
     /// Image to run in
+    #[arg(add = completion_values::images())]
     pub name: String,
     #[command(flatten)]
     pub options: MountOptions,
