@@ -37,7 +37,7 @@ pub fn clients() -> ArgValueCandidates {
     ArgValueCandidates::new(|| of(asked().into_iter().map(|client| (client.pid.to_string(), client.name)).collect()))
 }
 
-/// Programs whose memory this user may look at, by process id.
+/// Programs with memory that this user may look at, by process id.
 pub fn programs() -> ArgValueCandidates {
     ArgValueCandidates::new(|| {
         let own = std::process::id() as i32;

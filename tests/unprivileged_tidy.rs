@@ -6,12 +6,14 @@
 //! - Comments name their actor: lines that say "who" or "nobody" only become fewer.
 //! - A comment is no wider than [`COMMENT_COLUMNS_MAX`]: rustfmt wraps code alone.
 //! - A SAFETY note names the check it rests on: it does not say "as above" or "numbers only".
+//! - A dependency has a licence that `deny.toml` allows, and comes from the registry.
 //!
 //! The files are read as text: strings and comments are blanked out first, then brackets and paths are enough.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Lines from the one with `fn` to its closing bracket.
 const FUNCTION_LINES_MAX: usize = 100;
@@ -626,4 +628,38 @@ fn safety_notes_name_their_check() {
     }
     assert!(all > 0, "no SAFETY note is read");
     assert!(empty.is_empty(), "these SAFETY notes name no check:\n{}", empty.join("\n"));
+}
+
+/// What `cargo deny check licenses sources` finds, without that program: its database of faults needs the network.
+#[test]
+fn dependencies_are_those_that_deny_toml_allows() {
+    let rules: toml::Table = fs::read_to_string(root().join("deny.toml")).expect("rules").parse().expect("TOML");
+    let allowed = rules["licenses"]["allow"].as_array().expect("a list");
+    let allowed: BTreeSet<&str> = allowed.iter().map(|name| name.as_str().expect("a name")).collect();
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    cargo.args(["metadata", "--format-version=1", "--locked", "--manifest-path"]).arg(root().join("Cargo.toml"));
+    let output = cargo.output().expect("cargo runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let (mut wrong, mut used) = (Vec::new(), BTreeSet::new());
+    for package in found["packages"].as_array().expect("a list") {
+        let (name, source) = (&package["name"], package["source"].as_str());
+        if source.is_some_and(|source| !source.starts_with("registry+")) {
+            wrong.push(format!("{name} comes from {source:?}"));
+        }
+        let licence = package["license"].as_str().unwrap_or_default();
+        let parsed = spdx::Expression::parse_mode(licence, spdx::ParseMode::LAX);
+        let is_allowed = parsed.is_ok_and(|expression| {
+            expression.evaluate(|wanted| {
+                let name = allowed.get(&*wanted.to_string());
+                used.extend(name);
+                name.is_some()
+            })
+        });
+        if !is_allowed {
+            wrong.push(format!("{name} is under {licence:?}"));
+        }
+    }
+    assert!(wrong.is_empty(), "deny.toml allows other dependencies:\n{}", wrong.join("\n"));
+    assert_eq!(used, allowed, "deny.toml allows a licence that nothing is under");
 }
