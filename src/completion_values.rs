@@ -2,6 +2,7 @@
 //!
 //! The names on the line are not known here: the daemon and the store are those of the environment, else the usual ones.
 
+use crate::daemon_client;
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Client;
@@ -15,15 +16,20 @@ use std::time::Duration;
 /// A person waits.
 const PATIENCE: Duration = Duration::from_millis(300);
 
-fn of<T: Into<OsString>>(found: Vec<(T, String)>) -> Vec<CompletionCandidate> {
-    let help = |text: String| (!text.is_empty()).then(|| text.into());
-    found.into_iter().map(|(value, text)| CompletionCandidate::new(value).help(help(text))).collect()
+/// Values, each with what it stands for.
+fn explained<T: Into<OsString>>(found: impl Iterator<Item = (T, String)>) -> Vec<CompletionCandidate> {
+    found.map(|(value, text)| CompletionCandidate::new(value).help(Some(text.into()))).collect()
+}
+
+/// Values that say enough.
+fn plain<T: Into<OsString>>(found: impl IntoIterator<Item = T>) -> Vec<CompletionCandidate> {
+    found.into_iter().map(CompletionCandidate::new).collect()
 }
 
 /// The daemon's clients.
 fn asked() -> Vec<Client> {
     let named = std::env::var_os("PAGEFOLD_SOCKET").filter(|path| !path.is_empty()).map(PathBuf::from);
-    let Some(socket) = named.or_else(|| Some(private_dir::runtime_dir().ok()?.join("daemon.sock"))) else {
+    let Some(socket) = named.or_else(|| Some(private_dir::runtime_dir().ok()?.join(daemon_client::SOCKET))) else {
         return Vec::new();
     };
     match control::ask_within(&socket, &Request::Status {}, PATIENCE) {
@@ -34,7 +40,7 @@ fn asked() -> Vec<Client> {
 
 /// Clients, by process id.
 pub fn clients() -> ArgValueCandidates {
-    ArgValueCandidates::new(|| of(asked().into_iter().map(|client| (client.pid.to_string(), client.name)).collect()))
+    ArgValueCandidates::new(|| explained(asked().into_iter().map(|client| (client.pid.to_string(), client.name))))
 }
 
 /// Programs with memory that this user may look at, by process id.
@@ -43,16 +49,13 @@ pub fn programs() -> ArgValueCandidates {
         let own = std::process::id() as i32;
         // What has no memory of its own is the kernel's thread.
         let pids = procfs::pids().into_iter().filter(|pid| *pid != own && procfs::anonymous(*pid) > 0);
-        of(pids.filter_map(|pid| Some((pid.to_string(), procfs::name(pid)?))).collect())
+        explained(pids.filter_map(|pid| Some((pid.to_string(), procfs::name(pid)?))))
     })
 }
 
 /// Domains of live memory.
 pub fn domains() -> ArgValueCandidates {
-    ArgValueCandidates::new(|| {
-        let names: BTreeSet<String> = asked().into_iter().map(|client| client.domain).collect();
-        of(names.into_iter().map(|name| (name, String::new())).collect())
-    })
+    ArgValueCandidates::new(|| plain(asked().into_iter().map(|client| client.domain).collect::<BTreeSet<String>>()))
 }
 
 /// The domains of the store of images.
@@ -66,15 +69,14 @@ fn image_stores() -> impl Iterator<Item = Store> {
 
 /// Trust boundaries in the store of images.
 pub fn domains_of_images() -> ArgValueCandidates {
-    ArgValueCandidates::new(|| of(image_domains().into_iter().map(|name| (name, String::new())).collect()))
+    ArgValueCandidates::new(|| plain(image_domains()))
 }
 
 /// Images, of all domains.
 pub fn images() -> ArgValueCandidates {
     ArgValueCandidates::new(|| {
         let of_store = |store: Store| store.images().unwrap_or_default();
-        let names: BTreeSet<String> = image_stores().flat_map(of_store).map(|image| image.name).collect();
-        of(names.into_iter().map(|name| (name, String::new())).collect())
+        plain(image_stores().flat_map(of_store).map(|image| image.name).collect::<BTreeSet<String>>())
     })
 }
 
@@ -83,7 +85,7 @@ pub fn image_mounts() -> ArgValueCandidates {
     ArgValueCandidates::new(|| {
         let of_store = |store: Store| pagefold_image::mounts::mounts(&store).unwrap_or_default();
         let places: BTreeSet<PathBuf> = image_stores().flat_map(of_store).map(|mount| mount.mountpoint).collect();
-        of(places.into_iter().filter(|path| path.is_dir()).map(|path| (path, String::new())).collect())
+        plain(places.into_iter().filter(|path| path.is_dir()))
     })
 }
 
@@ -91,6 +93,6 @@ pub fn image_mounts() -> ArgValueCandidates {
 pub fn disk_mounts() -> ArgValueCandidates {
     ArgValueCandidates::new(|| {
         let mounts = pagefold_disk::control::statuses(PATIENCE);
-        of(mounts.into_iter().map(|status| (status.mountpoint, status.directory)).collect())
+        explained(mounts.into_iter().map(|status| (status.mountpoint, status.directory)))
     })
 }

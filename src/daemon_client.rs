@@ -23,6 +23,9 @@ const AGENT: &[u8] = include_bytes!(env!("PAGEFOLD_AGENT_SO"));
 /// The agent for programs that run already, built with this tool.
 pub const ATTACHED_AGENT: &[u8] = include_bytes!(env!("PAGEFOLD_ATTACHED_AGENT_SO"));
 
+/// The socket of this user's daemon, in the runtime directory.
+pub const SOCKET: &str = "daemon.sock";
+
 /// How long a daemon that was just started may take to listen.
 pub const DAEMON_START_MAX: Duration = Duration::from_secs(30);
 
@@ -60,7 +63,7 @@ impl DaemonArg {
 pub fn socket(given: Option<&Path>) -> Result<PathBuf, Error> {
     let path = match given {
         Some(path) => std::path::absolute(path)?,
-        None => runtime_dir()?.join("daemon.sock"),
+        None => runtime_dir()?.join(SOCKET),
     };
     match path.as_os_str().len() {
         ..=PATH_BYTES_MAX => Ok(path),

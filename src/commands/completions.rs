@@ -4,7 +4,7 @@
 use crate::error::Error;
 use clap::{Arg, ArgGroup, Command, CommandFactory, Id};
 use clap_complete::Shell;
-use clap_complete::env::{CompleteEnv, EnvCompleter, Shells};
+use clap_complete::env::{CompleteEnv, Shells};
 use std::process::ExitCode;
 
 /// Print the completions for a shell
@@ -63,6 +63,10 @@ const ZSH_FIRST_CALL: &str = "[[ $funcstack[1] != _pagefold ]] || _clap_dynamic_
 /// # Errors
 /// A shell that is not known.
 pub fn answer() -> Result<bool, Error> {
+    // All other calls pay for no more than this look.
+    if std::env::var_os(ASKED).is_none() {
+        return Ok(false);
+    }
     let asked = CompleteEnv::with_factory(command).var(ASKED);
     let here = std::env::current_dir().ok();
     asked.try_complete(std::env::args_os(), here.as_deref()).map_err(|error| format!("{ASKED}: {error}").into())
@@ -70,13 +74,14 @@ pub fn answer() -> Result<bool, Error> {
 
 /// Writes the completions to standard output.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let shell = args.shell.to_string();
-    let completer: &dyn EnvCompleter =
-        Shells::builtins().0.iter().copied().find(|known| known.is(&shell)).expect("known");
     let mut text = Vec::new();
     match args.shell {
         Shell::Bash => text.extend_from_slice(BASH.as_bytes()),
-        _ => completer.write_registration(ASKED, "pagefold", "pagefold", "pagefold", &mut text)?,
+        shell => {
+            let shells = Shells::builtins();
+            let completer = shells.completer(&shell.to_string()).ok_or_else(|| format!("{shell}: not known"))?;
+            completer.write_registration(ASKED, "pagefold", "pagefold", "pagefold", &mut text)?;
+        }
     }
     if args.shell == Shell::Zsh {
         text.extend_from_slice(ZSH_FIRST_CALL.as_bytes());
