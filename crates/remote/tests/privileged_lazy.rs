@@ -1,15 +1,16 @@
 //! Images that are mounted before they are here.
 
 mod common;
+#[path = "../../image/tests/common/unmount.rs"]
+mod unmount;
 
 use common::fleet::{Fleet, build, version, web};
 use common::{Answer, Host, PROGRAM, Server, answer, failed, noise, wait_until};
 use pagefold_image::digest::Digest;
 use pagefold_image::fleet::PIECE;
-use pagefold_image::gc;
-use pagefold_image::mount::umount;
 use pagefold_image::profile::Profile;
 use pagefold_image::stat;
+use pagefold_image::{gc, mount};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -18,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use unmount::umount;
 
 /// A mount, and the program that serves it. Both end with the test.
 struct Mount {
@@ -59,7 +61,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        let _ = umount(&self.at, true);
+        let _ = mount::umount(&self.at, true);
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -137,7 +139,7 @@ fn files_come_as_they_are_opened_and_the_last_one_makes_the_image() {
     for (path, bytes) in version(1) {
         assert!(mount.read(path).unwrap() == bytes, "{path}");
     }
-    umount(&mount.at, false).unwrap();
+    umount(&mount.at);
     assert!(mount.child.wait().unwrap().success(), "{}", mount.said());
     assert!(gc::collect(&there.store(), false).unwrap().objects_removed == 203);
     for dir in ["staging", "leases"] {
@@ -163,7 +165,7 @@ fn the_rest_comes_when_no_program_waits() {
     assert_eq!(second.told["objects_missing"], 0);
     assert!(second.child.wait().unwrap().success());
     assert!(second.read("app").unwrap() == noise(11, 100_000));
-    umount(&second.at, false).unwrap();
+    umount(&second.at);
 }
 
 #[test]
@@ -289,7 +291,7 @@ fn changes_stay_in_the_upper_directory() {
     pagefold_image::mount::mount(&store, &store.image("it").unwrap(), &at, &options).unwrap();
     assert!(fs::read(at.join("app")).unwrap() == appended);
     assert!(fs::read(at.join("lib/large")).unwrap() == noise(1, 2 * PIECE as usize + 1000));
-    umount(&at, false).unwrap();
+    umount(&at);
 }
 
 /// The kernel passes no file on that is itself one of several layers: then the program reads it.

@@ -227,7 +227,7 @@ fn containers_of_different_images_share_page_cache_and_outlive_the_snapshotter()
         (b"changed\n".to_vec(), shared)
     );
     assert_eq!(fs::metadata(at.join("tmp")).unwrap().permissions().mode() & 0o7777, 0o1777);
-    common::umount(&at);
+    common::unmount(&at);
     for name in ["again", "changed"] {
         engine.ok(&["snapshot", "--snapshotter", "pagefold", "rm", name]);
     }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Client, Scratch, code, command, frames, mount, oci, option, start, umount, until, upper};
+use common::{Client, Scratch, code, command, frames, mount, oci, option, start, unmount, until, upper};
 use pagefold_image::digest::Digest;
 use pagefold_image::oci::{Wanted, import};
 use pagefold_image::progress::Progress;
@@ -142,14 +142,14 @@ fn layers_become_trees_and_containers_see_them() {
     fs::remove_file(at.join("etc/link")).unwrap();
     fs::write(at.join("tmp/log"), "log").unwrap();
     let before = listing(&at);
-    umount(&at);
+    unmount(&at);
     client.commit("third", "web").unwrap();
     let view = client.view("look", "third").unwrap();
     mount(&view, &at);
     assert_eq!(listing(&at), before);
     assert_eq!(fs::read(at.join("etc/library")).unwrap(), shared);
     assert!(fs::write(at.join("x"), "").unwrap_err().raw_os_error() == Some(rustix::io::Errno::ROFS.raw_os_error()));
-    umount(&at);
+    unmount(&at);
 
     for name in ["look", "third", "second", "base"] {
         client.remove(name).unwrap();
@@ -308,13 +308,13 @@ fn layers_of_the_stores_images_are_not_unpacked_again() {
     mount(&client.prepare("a/6/web", &top).unwrap(), &at);
     assert!(fs::read(at.join("dir/low")).unwrap() == low && fs::read(at.join("dir/high")).unwrap() == high);
     assert!(!at.join("dir/gone").exists());
-    umount(&at);
+    unmount(&at);
     // The image's name may go, and the snapshots stay; what they had goes with them.
     Store::open(&scratch.path().join("store"), "default").unwrap().remove("known").unwrap();
     client.clean_up().unwrap();
     mount(&client.mounts("a/6/web").unwrap(), &at);
     assert!(fs::read(at.join("dir/low")).unwrap() == low);
-    umount(&at);
+    unmount(&at);
     for name in ["a/6/web", &top, &base] {
         client.remove(name).unwrap();
     }
@@ -359,7 +359,7 @@ fn a_file_that_is_written_to_is_copied() {
     open.write_all(&second).unwrap();
     mount(&client.view("look", "base").unwrap(), &at);
     assert_eq!(fs::read(at.join("open")).unwrap(), first);
-    umount(&at);
+    unmount(&at);
 
     // Through a mount that stays, a file can be opened at any time.
     mount(&client.prepare("web", "base").unwrap(), &at);
@@ -418,7 +418,7 @@ fn a_commit_that_is_killed_is_done_or_undone() {
         for (number, bytes) in files.iter().enumerate() {
             assert_eq!(&fs::read(at.join(format!("{number:03}"))).unwrap(), bytes);
         }
-        umount(&at);
+        unmount(&at);
     }
     println!("{done} commits were done, {undone} undone");
     assert!(done > 0 && undone > 0, "kills came before and after the end of a commit");
@@ -442,13 +442,13 @@ fn containers_outlive_the_snapshotter() {
     assert_eq!(scratch.mounted(), mounted, "the metadata is mounted once");
     assert_eq!(fs::read(at.join("file")).unwrap(), bytes);
     // As after a reboot: no mount is left, and the first request makes them again.
-    umount(&at);
+    unmount(&at);
     for at in scratch.mounted() {
-        umount(&at);
+        unmount(&at);
     }
     mount(&client.mounts("web").unwrap(), &at);
     assert_eq!((fs::read(at.join("file")).unwrap(), fs::read(at.join("new")).unwrap()), (bytes, b"new".to_vec()));
-    umount(&at);
+    unmount(&at);
     client.remove("web").unwrap();
     client.remove("base").unwrap();
     assert_eq!(scratch.mounted(), Vec::<std::path::PathBuf>::new());

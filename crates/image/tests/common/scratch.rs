@@ -1,8 +1,13 @@
 //! A temporary directory for privileged tests that mount, of this crate and of others.
 
+#[path = "unmount.rs"]
+mod unmount;
+
 use pagefold_os::mountinfo;
 use std::fs;
 use std::path::{Path, PathBuf};
+#[allow(unused_imports)]
+pub use unmount::{umount, unmount};
 
 /// Why privileged tests cannot run here, if so.
 fn missing() -> Option<&'static str> {

@@ -1,11 +1,11 @@
 //! What the tests share: a store, a tree and a mount point in a temporary directory.
 
 use crate::common::build_dir;
-pub use crate::scratch::Scratch;
+pub use crate::scratch::{Scratch, umount, unmount};
 use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
-use pagefold_image::{Error, Result, export, mount};
+use pagefold_image::{Result, export};
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -13,20 +13,6 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
-
-/// Unmounts `at`. A child process of a test that runs at the same time has copies of our descriptors until it executes its
-/// program, so the mount may be in use for a moment.
-pub fn umount(at: &Path) {
-    let began = Instant::now();
-    loop {
-        match mount::umount(at, false) {
-            Err(Error::Refused(why)) if why.contains("in use") && began.elapsed() < Duration::from_secs(60) => {}
-            other => return other.unwrap(),
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
 
 /// A store, and in the same directory a tree to build images from and a place to mount them.
 pub struct Fixture {

@@ -1,7 +1,7 @@
 //! Equal files share page frames, and what is reported about memory is measured.
 
 use crate::common::build_dir;
-use crate::fixture::{Fixture, Scratch, drop_cache, inodes, noise, sample, umount};
+use crate::fixture::{Fixture, Scratch, drop_cache, inodes, noise, sample, umount, unmount};
 use pagefold_image::digest::Digest;
 use pagefold_image::mount::Options;
 use pagefold_image::progress::Progress;
@@ -235,6 +235,6 @@ fn memory_that_several_mounts_show_is_counted_once() {
     let expected = format!("COUNTED {} resident, 1 unknown", 2 * pages);
     assert!(text.contains(&expected), "{text}{}", String::from_utf8_lossy(&out.stderr));
     for at in [&one, &two] {
-        rustix::mount::unmount(at, rustix::mount::UnmountFlags::empty()).unwrap();
+        unmount(at);
     }
 }

@@ -1,7 +1,7 @@
 //! Every kind of mount shows the tree of its image.
 
 use crate::common::build_dir;
-use crate::fixture::{Fixture, Scratch, by, noise, sample, umount};
+use crate::fixture::{Fixture, Scratch, by, noise, sample, umount, unmount};
 use pagefold_image::build::Omissions;
 use pagefold_image::digest::Digest;
 use pagefold_image::mount::{MountKind, Options};
@@ -162,7 +162,7 @@ fn a_self_contained_image_carries_data_and_fingerprints() {
     let (build, mut notes) = (again.build().unwrap(), Omissions::default());
     let read = build::from_directory(&build, &at, Default::default(), &mut notes, &Progress::silent()).unwrap();
     assert_eq!(build.publish("x", &read, "t", Default::default(), vec![]).unwrap().digest, record.digest);
-    rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();
+    unmount(&at);
     match mount::mount(&store, &record, &at, &by(MountKind::Native)) {
         Ok(_) => assert_eq!(fs::read(at.join("bin/same")).unwrap(), noise(1, 300_000)),
         Err(error) => println!("SKIPPED: native mount: {error}"),

@@ -1,6 +1,6 @@
 //! Upper directories as trees: what overlayfs shows over a tree is what the tree of the changes shows.
 
-use crate::fixture::{Fixture, alone, by, umount};
+use crate::fixture::{Fixture, alone, by, umount, unmount};
 use pagefold_image::build::{Omissions, upper};
 use pagefold_image::mount::MountKind;
 use pagefold_image::mount::layers::{self, Naming, upper_in_use};
@@ -58,7 +58,7 @@ impl Container {
 
     fn umount(&self) {
         for at in [&self.fixture.at, &self.metadata] {
-            rustix::mount::unmount(at, rustix::mount::UnmountFlags::empty()).unwrap();
+            unmount(at);
         }
     }
 

@@ -7,7 +7,7 @@ mod scratch;
 
 pub mod oci;
 
-pub use scratch::Scratch;
+pub use scratch::{Scratch, unmount};
 
 use hyper_util::rt::TokioIo;
 use pagefold_snapshotter::api::snapshots_client::SnapshotsClient;
@@ -177,10 +177,6 @@ pub fn mount(mounts: &[Mount], at: &Path) {
     command.arg("-o").arg([flags, data].concat().join(",")).arg(&mount.source).arg(at);
     let out = command.output().unwrap();
     assert!(out.status.success(), "{mounts:?}: {}", String::from_utf8_lossy(&out.stderr));
-}
-
-pub fn umount(at: &Path) {
-    rustix::mount::unmount(at, rustix::mount::UnmountFlags::empty()).unwrap();
 }
 
 /// The directory that a mount's option names.
