@@ -1,6 +1,9 @@
 //! `pagefold scan` between users, and of all processes. Needs root to become another user, and to make a PID
 //! namespace in which "all processes" are this test's own.
 
+#[path = "common/executable.rs"]
+mod executable;
+
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -49,10 +52,7 @@ fn tool() -> (tempfile::TempDir, std::path::PathBuf) {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).expect("permissions");
     let path = dir.path().join("pagefold");
-    // By another process: a child that a test beside this one forks meanwhile would hold our open file, and a program
-    // that is open for writing cannot be run.
-    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_pagefold")).arg(&path).status();
-    assert!(copied.expect("cp runs").success());
+    executable::copy(std::path::Path::new(env!("CARGO_BIN_EXE_pagefold")), &path);
     (dir, path)
 }
 

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{TOOL, can_merge, installed, skipped};
+use common::{TOOL, can_merge, executable, installed, skipped};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -208,8 +208,7 @@ fn stand_ins(dir: &Path, python: &str) {
         format!("exec {python} -c 'import time; m = bytes(64 << 20).replace(b\"\\0\", b\"r\"); time.sleep(600)'\n");
     for (name, text) in [("cargo", "exit 0\n"), ("redis-server", server.as_str())] {
         let path = dir.join(name);
-        std::fs::write(&path, format!("#!/bin/sh\n{text}")).expect("a file");
-        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("a mode");
+        executable::script(&format!("#!/bin/sh\n{text}"), &path);
     }
 }
 

@@ -2,9 +2,8 @@
 
 mod common;
 
-use common::{TOOL, installed, skipped};
+use common::{TOOL, executable, installed, skipped};
 use std::collections::BTreeSet;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -342,8 +341,7 @@ fn failing(names: &[&str], dir: &Path) -> PathBuf {
     let log = dir.join("calls");
     for name in names {
         let script = format!("#!/bin/sh\necho \"{name} $*\" >> '{}'\nexit 1\n", log.display());
-        std::fs::write(dir.join(name), script).expect("a script");
-        std::fs::set_permissions(dir.join(name), std::fs::Permissions::from_mode(0o755)).expect("chmod");
+        executable::script(&script, &dir.join(name));
     }
     log
 }

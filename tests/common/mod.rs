@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+pub mod executable;
+
 pub mod boot;
 pub mod cold;
 mod control_group;

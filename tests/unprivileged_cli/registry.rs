@@ -1,16 +1,15 @@
 //! `pagefold image pull`, `push` and all that has `--remote` run the program that talks to registries.
 
+use crate::common::{TOOL, executable};
 use crate::tool::{Tool, text};
-use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::Command;
 
 /// The tool where no other program lies beside it.
 fn alone(tool: &Tool, args: &[&str]) -> Command {
     let path = tool.dir.path().join("pagefold");
     if !path.exists() {
-        std::fs::hard_link(env!("CARGO_BIN_EXE_pagefold"), &path)
-            .or_else(|_| std::fs::copy(env!("CARGO_BIN_EXE_pagefold"), &path).map(drop))
-            .expect("a copy of the tool");
+        std::fs::hard_link(TOOL, &path).unwrap_or_else(|_| executable::copy(Path::new(TOOL), &path));
     }
     let mut command = Command::new(path);
     command.args(args).current_dir(tool.dir.path()).env("PAGEFOLD_CONFIG", "none").env("PATH", tool.dir.path());
@@ -37,8 +36,7 @@ fn without_the_program_one_line_says_how_to_get_it() {
 fn the_program_gets_what_the_tool_was_told() {
     let tool = Tool::new();
     let script = tool.dir.path().join("pagefold-remote");
-    std::fs::write(&script, "#!/bin/sh\nfor word; do echo \"$word\"; done\nexit 7\n").expect("a script");
-    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).expect("its mode");
+    executable::script("#!/bin/sh\nfor word; do echo \"$word\"; done\nexit 7\n", &script);
     let store = tool.dir.path().join("store").display().to_string();
     let pull = ["image", "--domain", "d", "pull", "redis:7", "--platform=linux/aarch64", "--plain-http"];
     let ran = alone(&tool, &pull).output().expect("the tool runs");

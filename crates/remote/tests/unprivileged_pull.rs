@@ -1,6 +1,8 @@
 //! Pulls from registries that work, fail and lie.
 
 mod common;
+#[path = "../../../tests/common/executable.rs"]
+mod executable;
 
 use common::{
     Answer, Host, Image, Request, Server, answer, digest, failed, honest, host_architecture, image, image_for, layer,
@@ -367,7 +369,6 @@ fn tokens_are_asked_for_with_the_login_and_nothing_shows_either() {
 
 #[test]
 fn a_helper_program_gives_the_login_and_its_words_are_not_shown() {
-    use std::os::unix::fs::PermissionsExt;
     let (first, _) = versions();
     let image = first.clone();
     let server = Server::start(move |request, _| match request.header("authorization") {
@@ -382,10 +383,7 @@ fn a_helper_program_gives_the_login_and_its_words_are_not_shown() {
     fs::write(host.dir.path().join(".docker/config.json"), config.to_string()).unwrap();
     let pull = |script: &str| {
         let path = bin.join("docker-credential-test");
-        // Under another name first: a program that is open for writing cannot be run.
-        fs::write(bin.join("new"), format!("#!/bin/sh\nread -r server || :\n{script}\n")).unwrap();
-        fs::set_permissions(bin.join("new"), fs::Permissions::from_mode(0o755)).unwrap();
-        fs::rename(bin.join("new"), path).unwrap();
+        executable::script(&format!("#!/bin/sh\nread -r server || :\n{script}\n"), &path);
         let path = std::env::join_paths([bin.clone(), "/bin".into(), "/usr/bin".into()]).unwrap();
         host.command("pull", "v1", &format!("{}/app:v1", server.host)).env("PATH", path).output().unwrap()
     };

@@ -1,6 +1,7 @@
 //! What the tests share: a store, a tree and a mount point in a temporary directory.
 
 use crate::common::build_dir;
+use crate::executable;
 pub use crate::scratch::{Scratch, umount, unmount};
 use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::progress::Progress;
@@ -183,8 +184,7 @@ impl PlainUser {
             std::os::unix::fs::chown(dir, Some(65534), Some(65534)).unwrap();
         }
         let program = scratch.path().join("test-program");
-        fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        executable::copy(&std::env::current_exe().unwrap(), &program);
         // The image comes from a tar archive, which has devices and owners that the user may not make.
         let tar = scratch.path().join("tree.tar");
         let own = Store::open(&scratch.dir("root-store"), "default").unwrap();

@@ -3,6 +3,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../../../../tests/common/executable.rs"]
+mod executable;
 #[path = "../common/scratch.rs"]
 mod scratch;
 

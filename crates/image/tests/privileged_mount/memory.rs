@@ -1,6 +1,7 @@
 //! Equal files share page frames, and what is reported about memory is measured.
 
 use crate::common::build_dir;
+use crate::executable;
 use crate::fixture::{Fixture, Scratch, drop_cache, inodes, noise, sample, umount, unmount};
 use pagefold_image::digest::Digest;
 use pagefold_image::mount::Options;
@@ -147,8 +148,7 @@ fn a_scan_counts_unknown_residency_as_unknown() {
     drop_cache(&tree.join("others"));
     fs::read(tree.join("own")).unwrap();
     let program = scratch.path().join("test-program");
-    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    executable::copy(&std::env::current_exe().unwrap(), &program);
     let out = Command::new(&program)
         .uid(65534)
         .gid(65534)
@@ -226,8 +226,7 @@ fn memory_that_several_mounts_show_is_counted_once() {
     assert_eq!(held(), (4 * pages, 3 * pages, [vec![all], others.to_vec()].concat()));
     // Without root the kernel does not tell which names show one memory, and that is said.
     let program = scratch.path().join("test-program");
-    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    executable::copy(&std::env::current_exe().unwrap(), &program);
     let mut child = Command::new(&program);
     child.uid(65534).gid(65534).current_dir("/").args(["--exact", "children::child_that_counts", "--nocapture"]);
     let out = child.env("PAGEFOLD_TEST_COUNT", format!("{}\n{}", one.display(), layer.display())).output().unwrap();

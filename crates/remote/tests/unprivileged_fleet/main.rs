@@ -183,6 +183,7 @@ fn pulls_and_kills_at_the_same_time_leave_a_whole_store() {
     }
     let mut dice = noise(99, 4096).into_iter().cycle();
     let mut die = |sides: u8| dice.next().unwrap() % sides;
+    let (mut killed, mut done) = (0, 0);
     for round in 0..setting("PAGEFOLD_PULL_ROUNDS", 2) {
         let start = |number| {
             let address = fleet.address(&format!("app:{}", 1 + number % 2));
@@ -194,14 +195,18 @@ fn pulls_and_kills_at_the_same_time_leave_a_whole_store() {
         if there.store_path().exists() {
             local_gc::collect(&there.store(), false).unwrap();
         }
-        for (mut child, number) in running.into_iter().zip(0..) {
-            if die(2) == 0 {
-                std::thread::sleep(std::time::Duration::from_millis(u64::from(die(40))));
-                child.kill().unwrap();
-                child.wait().unwrap();
-                continue;
-            }
+        // Half of them are killed, each at a time of its own: so many processes need the longer the more there are.
+        let (mut victims, others): (Vec<_>, Vec<_>) = running.into_iter().zip(0..).partition(|_| die(2) == 0);
+        for _ in 0..victims.len() {
+            std::thread::sleep(std::time::Duration::from_millis(u64::from(die(40))));
+            let (mut child, _) = victims.swap_remove(usize::from(die(u8::MAX)) % victims.len());
+            child.kill().unwrap();
+            let by_signal = std::os::unix::process::ExitStatusExt::signal(&child.wait().unwrap()).is_some();
+            *if by_signal { &mut killed } else { &mut done } += 1;
+        }
+        for (child, number) in others {
             ok(&child.wait_with_output().unwrap());
+            done += 1;
             let (path, content) = ("app", noise(11 + number % 2, 100_000));
             assert!(there.file(&format!("name-{number}"), path).unwrap() == content, "round {round}, pull {number}");
         }
@@ -214,6 +219,7 @@ fn pulls_and_kills_at_the_same_time_leave_a_whole_store() {
         assert_eq!((left("staging"), left("leases"), left("images")), (0, 0, 0));
         assert_eq!(stat::stat(&store, &[]).unwrap().0.objects, 0);
     }
+    println!("{killed} pulls were killed, {done} ended");
 }
 
 #[test]
