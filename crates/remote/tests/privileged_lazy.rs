@@ -316,7 +316,7 @@ fn a_store_on_an_overlay_is_served_too() {
     let options = std::ffi::CString::new(options).unwrap();
     rustix::mount::mount("overlay", &shown, "overlay", rustix::mount::MountFlags::empty(), Some(&*options)).unwrap();
     let _overlay = Overlay(shown.clone());
-    let there = Host { dir: tempfile::tempdir_in(&shown).unwrap() };
+    let there = Host::in_dir(tempfile::tempdir_in(&shown).unwrap());
     let mount = Mount::new(&there, &fleet.address("app:1"), &["--only-opened"]);
     for _ in 0..2 {
         for (path, bytes) in version(1) {

@@ -186,7 +186,7 @@ fn a_layer_goes_on_where_a_broken_connection_has_ended() {
             let cut = Answer { sent: Some(blob.len() / 2), stalls, ..answer(200, blob) };
             (before == 0).then_some(cut)
         });
-        let host = Host::new();
+        let host = Host::impatient();
         let pulled = ok(&host.pull(&server, "v1"));
         let asked = server.asked_for(name);
         assert_eq!(asked.len(), 2, "{asked:?}");
@@ -438,7 +438,7 @@ fn a_killed_pull_leaves_the_store_whole_and_the_next_goes_on() {
     host.log_in(&server.host, "user", "secret-words");
     let file = name.trim_start_matches("sha256:").to_string();
     let killed = || {
-        let mut command = host.patient_command(60, "pull", "v1", &format!("{}/app:v1", server.host));
+        let mut command = host.command("pull", "v1", &format!("{}/app:v1", server.host));
         let mut child = command.stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
         wait_until("half of the layer comes", || host.downloads().get(&file) == Some(&(half as u64)));
         let words = fs::read(format!("/proc/{}/cmdline", child.id())).unwrap();

@@ -265,11 +265,22 @@ pub fn honest(request: &Request, images: &[(&str, &Image)]) -> Answer {
 /// A store, and a home without logins.
 pub struct Host {
     pub dir: tempfile::TempDir,
+    /// Seconds for a server that sends nothing. A busy machine takes its time, too.
+    pub timeout: u32,
 }
 
 impl Host {
     pub fn new() -> Self {
-        Self { dir: tempfile::tempdir().unwrap() }
+        Self::in_dir(tempfile::tempdir().unwrap())
+    }
+
+    pub fn in_dir(dir: tempfile::TempDir) -> Self {
+        Self { dir, timeout: 60 }
+    }
+
+    /// One that soon takes a server that sends nothing for a broken one.
+    pub fn impatient() -> Self {
+        Self { timeout: 2, ..Self::new() }
     }
 
     pub fn store_path(&self) -> PathBuf {
@@ -282,7 +293,15 @@ impl Host {
 
     /// The program with the store and no other settings than a test makes.
     pub fn command(&self, action: &str, name: &str, reference: &str) -> Command {
-        self.patient_command(2, action, name, reference)
+        let mut command = Command::new(PROGRAM);
+        command.args([action, "--json", "--domain=default", &self.timeout(), "--name", name]);
+        command.arg("--store").arg(self.store_path()).arg(reference);
+        self.without_settings(&mut command);
+        command
+    }
+
+    fn timeout(&self) -> String {
+        format!("--timeout={}", self.timeout)
     }
 
     /// A collection in a fleet's store, which keeps what is younger than so many seconds.
@@ -293,16 +312,7 @@ impl Host {
     /// What is done with a fleet's store as a whole.
     pub fn fleet_command(&self, action: &str, words: &[&str]) -> Command {
         let mut command = Command::new(PROGRAM);
-        command.args([action, "--json", "--timeout=2"]).args(words);
-        self.without_settings(&mut command);
-        command
-    }
-
-    /// The same, with so many seconds for a registry that sends nothing.
-    pub fn patient_command(&self, timeout: u32, action: &str, name: &str, reference: &str) -> Command {
-        let mut command = Command::new(PROGRAM);
-        command.args([action, "--json", "--domain=default", &format!("--timeout={timeout}"), "--name", name]);
-        command.arg("--store").arg(self.store_path()).arg(reference);
+        command.args([action, "--json", &self.timeout()]).args(words);
         self.without_settings(&mut command);
         command
     }

@@ -395,7 +395,7 @@ fn s3(host: &Host, server: &Server, action: &str, name: &str, image: &str) -> Co
 
 #[test]
 fn a_bucket_that_is_busy_slow_and_broken_at_first_serves_in_the_end() {
-    let (here, there, files) = (Host::new(), Host::new(), Files::default());
+    let (here, there, files) = (Host::impatient(), Host::impatient(), Files::default());
     let held = files.clone();
     let server = Server::start(move |request, before| match before {
         0 => answer(503, b"<Error><Code>SlowDown</Code></Error>"),
