@@ -86,11 +86,14 @@ impl Default for Config {
     }
 }
 
-/// What an index entry stands for: a candidate page, or a slot.
+/// What an index entry stands for: a candidate page, a slot, or the slot that some worker is just making. Without that
+/// claim two workers could make one each: the one to which the index does not lead gets no sharers, and its memory stays
+/// until its segment goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum IndexEntry {
     Candidate { chunk: u32, page: u32 },
     Slot(Slot),
+    Claimed,
 }
 
 /// Periods that short runs wait at most for others that may lie beside them.
@@ -100,17 +103,22 @@ const SHORT_WAIT_PERIODS: u64 = 3;
 const EDGES: i64 = 2;
 
 const SLOT_BIT: u64 = 1 << 39;
+/// No slot has such a number.
+const CLAIMED: u64 = SLOT_BIT | 1 << 38;
 
 impl IndexEntry {
     fn value(self) -> u64 {
         match self {
             IndexEntry::Candidate { chunk, page } => u64::from(chunk) << 9 | u64::from(page),
             IndexEntry::Slot(slot) => SLOT_BIT | u64::from(slot.number()),
+            IndexEntry::Claimed => CLAIMED,
         }
     }
 
     fn from_value(value: u64) -> IndexEntry {
-        if value & SLOT_BIT != 0 {
+        if value == CLAIMED {
+            IndexEntry::Claimed
+        } else if value & SLOT_BIT != 0 {
             IndexEntry::Slot(Slot::from_number((value & !SLOT_BIT) as u32))
         } else {
             IndexEntry::Candidate { chunk: (value >> 9) as u32, page: (value & (CHUNK_PAGES as u64 - 1)) as u32 }

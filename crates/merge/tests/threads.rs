@@ -114,3 +114,32 @@ fn books_are_right_after_threads_did_their_worst() {
     println!("{merged} pages merged, {released} segments released");
     assert!(merged > 1000 && released > 3);
 }
+
+/// Workers that find one content at the same time make one slot for it: a second would hold memory that no page shows.
+#[test]
+fn one_content_gets_one_slot_from_however_many_workers() {
+    const PAGES: u64 = 3000;
+    for seed in 0..8 {
+        let options = Options { interference: 0, pages_max: 2 * PAGES as usize, ..Options::default() };
+        let machine = Machine::new(seed, options);
+        let config = Config { name: "slots".into(), period_ns: PERIOD_NS, predict: false, ..Config::default() };
+        let domain = Domain::with_key(config, Key::from_seed(seed)).unwrap();
+        for _ in 0..4 {
+            let process = machine.spawn();
+            let pages = (process.map(PAGES).start..).step_by(pagefold_os::PAGE_SIZE);
+            pages.take(PAGES as usize).zip(1..).for_each(|(addr, content)| process.write(addr, content));
+            domain.add(Box::new(process.client()));
+        }
+        let shared = || domain.pool().stats().pages_sharing;
+        for period in 1..40 {
+            let work = || while domain.step_any(period * PERIOD_NS, None, &mut Vec::new()).is_some() {};
+            std::thread::scope(|scope| (0..3).for_each(|_| drop(scope.spawn(work))));
+        }
+        assert_eq!(shared(), 4 * PAGES, "seed {seed}");
+        let pool = domain.pool().stats();
+        assert_eq!((pool.pages_shared, pool.slots_published), (PAGES, PAGES), "seed {seed}");
+        assert_eq!(domain.audit(), Vec::<String>::new(), "seed {seed}");
+        machine.check();
+        assert_eq!(machine.failure(), None, "seed {seed}");
+    }
+}

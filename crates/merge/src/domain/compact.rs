@@ -155,10 +155,9 @@ impl Domain {
         // Where the index is full, this slot gets no new sharers.
         let Ok(Some(found)) = self.index.get_or_insert(fingerprint, mine) else { return None };
         match IndexEntry::from_value(found) {
-            IndexEntry::Slot(other) => {
-                if other != slot {
-                    self.note_unlisted(fingerprint, slot);
-                }
+            IndexEntry::Slot(other) if other == slot => None,
+            IndexEntry::Slot(_) | IndexEntry::Claimed => {
+                self.note_unlisted(fingerprint, slot);
                 None
             }
             entry @ IndexEntry::Candidate { .. } => {

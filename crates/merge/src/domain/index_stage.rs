@@ -25,6 +25,8 @@ pub(super) const BLOCK_MIN: usize = 16;
 const STEP_PAGES: usize = 16 << 10;
 /// Runs at least this long are merged at once; shorter ones wait for the longest-first order.
 const RUN_AT_ONCE: u64 = 16;
+/// Looks at a content that another worker has claimed, with a turn for others after each: it copies a batch meanwhile.
+const CLAIM_LOOKS: usize = 200;
 /// Predictions are tried for at least this many pages.
 const PREDICT_MIN: u64 = 8;
 /// A run at least this long at the end of a batch is taken to go on: behind shorter ones small batches cost more than
@@ -168,6 +170,7 @@ impl Domain {
         // A full index means that these pages are not remembered as candidates; hits are still hits.
         let _ = self.index.get_or_insert_many(&pairs, &mut existing);
         let mut twins: Vec<Twin> = Vec::new();
+        let mut claimed: Vec<(u64, Fingerprint)> = Vec::new();
         for (place, found) in existing.iter().enumerate() {
             let Looked { addr, index, failed } = looked[place];
             let (fingerprint, mine) = pairs[place];
@@ -185,6 +188,7 @@ impl Domain {
                 // frozen and compared in vain for ever: it stays as it is until it is written.
                 Some(IndexEntry::Slot(slot)) if failed && self.shows_another(slot, &pages[index]) => {}
                 Some(IndexEntry::Slot(slot)) => targets.push((addr, Some(slot))),
+                Some(IndexEntry::Claimed) => claimed.push((addr, fingerprint)),
                 Some(entry) => twins.push(Twin { addr, index, fingerprint, entry, mine }),
             }
         }
@@ -192,6 +196,12 @@ impl Domain {
         let twins = without_forked(work, twins);
         let twins = self.affordable(work, twins, &targets);
         targets.extend(self.publish_twins(work, &twins, pages));
+        for (addr, fingerprint) in claimed {
+            match self.claimed_slot(fingerprint) {
+                Some(slot) => targets.push((addr, Some(slot))),
+                None => remap::look_up_again(work, Range::pages_from(addr, 1)),
+            }
+        }
         targets.sort_unstable_by_key(|(addr, _)| *addr);
         let runs = plan::runs(targets);
         self.count(|c| &c.index_ns, sched::monotonic_ns() - hashed);
@@ -224,7 +234,20 @@ impl Domain {
         match entry {
             IndexEntry::Slot(slot) => self.pool.published_from(slot) == 0,
             IndexEntry::Candidate { chunk, page } => !super::read(&self.chunks).is_indexed(chunk, page),
+            IndexEntry::Claimed => false,
         }
+    }
+
+    /// The slot that another worker made for a content, or is about to. `None` if it does not come soon, or did not come.
+    fn claimed_slot(&self, fingerprint: Fingerprint) -> Option<Slot> {
+        for _ in 0..CLAIM_LOOKS {
+            match self.index.get(fingerprint).map(IndexEntry::from_value)? {
+                IndexEntry::Slot(slot) => return Some(slot),
+                IndexEntry::Candidate { .. } => return None,
+                IndexEntry::Claimed => std::thread::yield_now(),
+            }
+        }
+        None
     }
 
     /// Gives each twin's content a slot, and tells the candidate that had it first.
@@ -235,7 +258,10 @@ impl Domain {
         let mut firsts: HashMap<Fingerprint, First> = HashMap::with_capacity(twins.len());
         let (fresh, again): (Vec<&Twin>, Vec<&Twin>) =
             twins.iter().partition(|twin| firsts.insert(twin.fingerprint, First::Lost).is_none());
-        let mut rest = &fresh[..];
+        let claimed = IndexEntry::Claimed.value();
+        let claims = |twin: &&Twin| self.index.replace(twin.fingerprint, twin.entry.value(), claimed);
+        let (ours, others): (Vec<&Twin>, Vec<&Twin>) = fresh.into_iter().partition(claims);
+        let mut rest = &ours[..];
         let mut is_full = false;
         let mut refused = 0;
         while !rest.is_empty() {
@@ -247,6 +273,7 @@ impl Domain {
                     is_full = matches!(error, PublishError::Full { .. });
                     refused = rest.len();
                     for twin in rest {
+                        self.index.replace(twin.fingerprint, claimed, twin.entry.value());
                         firsts.insert(twin.fingerprint, First::Refused);
                         remap::put_off(work, twin.addr);
                     }
@@ -257,21 +284,21 @@ impl Domain {
             work.held_segments.insert(hold.segment(), hold);
             for (offset, twin) in rest[..taken].iter().enumerate() {
                 let slot = Slot::from_number(first.number() + offset as u32);
-                if self.index.replace(twin.fingerprint, twin.entry.value(), IndexEntry::Slot(slot).value()) {
-                    firsts.insert(twin.fingerprint, First::Has(slot));
-                    targets.push((twin.addr, Some(slot)));
-                    notices.push((twin.entry, Some(slot)));
-                } else if let Some(IndexEntry::Slot(other)) =
-                    self.index.get(twin.fingerprint).map(IndexEntry::from_value)
-                {
-                    // Another worker gave the content a slot first.
-                    firsts.insert(twin.fingerprint, First::Has(other));
-                    targets.push((twin.addr, Some(other)));
-                } else {
-                    remap::look_up_again(work, Range::pages_from(twin.addr, 1));
-                }
+                let leads = self.index.replace(twin.fingerprint, claimed, IndexEntry::Slot(slot).value());
+                debug_assert!(leads, "a claim is undone by the worker that made it");
+                firsts.insert(twin.fingerprint, First::Has(slot));
+                targets.push((twin.addr, Some(slot)));
+                notices.push((twin.entry, Some(slot)));
             }
             rest = &rest[taken..];
+        }
+        for twin in others {
+            if let Some(slot) = self.claimed_slot(twin.fingerprint) {
+                firsts.insert(twin.fingerprint, First::Has(slot));
+                targets.push((twin.addr, Some(slot)));
+            } else {
+                remap::look_up_again(work, Range::pages_from(twin.addr, 1));
+            }
         }
         for twin in again {
             match firsts.get(&twin.fingerprint) {
@@ -292,7 +319,7 @@ impl Domain {
 /// What became of the first page of a content.
 enum First {
     Has(Slot),
-    /// Another worker was quicker, and its slot is gone already.
+    /// Another worker was quicker, and its slot is not there yet, or is gone already.
     Lost,
     /// There was no segment for it.
     Refused,

@@ -474,6 +474,7 @@ impl Domain {
         self.index.retain(&mut sweep.cursor, buckets, |value| match IndexEntry::from_value(value) {
             IndexEntry::Slot(slot) => self.pool.published_from(slot) > 0,
             IndexEntry::Candidate { chunk, page } => chunks.is_indexed(chunk, page),
+            IndexEntry::Claimed => true,
         });
     }
 
