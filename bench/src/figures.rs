@@ -2,7 +2,8 @@
 //!
 //! `bench/figures.toml` names the parts, the figures and where their values stand; see there.
 
-use crate::published::{self, Better, Definition, Side};
+use crate::published::{Better, Definition, Side};
+use crate::records::{Record, cell, machines, number, records, short, value};
 use crate::stats::Spread;
 use crate::table::{self, digits};
 use serde::Deserialize;
@@ -11,7 +12,6 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
-use std::process::ExitCode;
 
 /// The page that is drawn as a whole.
 const PAGE: &str = "docs/benchmarks.md";
@@ -66,27 +66,6 @@ struct Listing {
     columns: String,
 }
 
-/// A file in `bench/record`.
-struct Record {
-    machine: String,
-    /// Date, bench and tag.
-    name: String,
-    rows: Vec<Value>,
-    command: String,
-    circumstances: Value,
-}
-
-impl Record {
-    fn date(&self) -> &str {
-        self.circumstances["date"].as_str().unwrap_or_default()
-    }
-
-    fn is_of(&self, bench: &str) -> bool {
-        let rest = self.name.get(11..).and_then(|rest| rest.strip_prefix(bench));
-        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
-    }
-}
-
 /// A figure as one machine has it.
 struct Measured<'a> {
     record: &'a Record,
@@ -101,57 +80,6 @@ impl Measured<'_> {
         // As the page shows it, so that the verdict follows from the cell.
         Some((gain * 100.0).round() / 100.0)
     }
-}
-
-/// The command of a record; what `--json` printed has its words apart.
-fn command(json: &Value) -> String {
-    if let Some(command) = json["command"].as_str() {
-        return command.to_owned();
-    }
-    let words = json["arguments"].as_array().into_iter().flatten().filter_map(Value::as_str);
-    let words: Vec<&str> = words.filter(|word| *word != "--json").collect();
-    format!("pagefold bench {} {}", json["bench"].as_str().unwrap_or_default(), words.join(" "))
-}
-
-/// All records below `root`, the newest of each machine first.
-fn records(root: &Path) -> Result<Vec<Record>, String> {
-    let at = root.join("bench/record");
-    let list = |dir: &Path| -> Result<Vec<_>, String> {
-        let entries = fs::read_dir(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
-        Ok(entries.flatten().map(|entry| entry.path()).collect())
-    };
-    let name = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let mut records = Vec::new();
-    for dir in list(&at)?.into_iter().filter(|path| path.is_dir()) {
-        for path in list(&dir)?.into_iter().filter(|path| path.extension().is_some_and(|end| end == "json")) {
-            let text = fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-            let json: Value = serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?;
-            records.push(Record {
-                // A kernel's version has dots, so a machine's name is not cut at one.
-                machine: dir.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-                name: name(&path),
-                rows: json["rows"].as_array().cloned().unwrap_or_default(),
-                command: command(&json),
-                circumstances: json["circumstances"].clone(),
-            });
-        }
-    }
-    let age =
-        |record: &Record| (record.name.get(..10).map(str::to_owned), record.date().to_owned(), record.name.clone());
-    records.sort_by_key(|record| std::cmp::Reverse(age(record)));
-    Ok(records)
-}
-
-/// The value of a cell over all rows that fit: of one row its own rounds, of several the rows are the rounds.
-fn value(rows: &[Value], wanted: &BTreeMap<String, Value>, at: &str, scale: f64) -> Option<Spread> {
-    let fitting = rows.iter().filter(|row| published::fits(row, wanted));
-    let found: Vec<Spread> = fitting.filter_map(|row| published::spread(row.pointer(at)?)).collect();
-    let spread = match found.as_slice() {
-        [] => return None,
-        [one] => *one,
-        rounds => Spread::of(rounds.iter().map(|round| round.median)),
-    };
-    Some(Spread { median: spread.median * scale, low: spread.low * scale, high: spread.high * scale })
 }
 
 impl Figure {
@@ -170,28 +98,6 @@ impl Figure {
     }
 }
 
-/// `1,234`, `12.3`: a number as a reader takes it.
-fn number(value: f64) -> String {
-    let text = digits(value);
-    if value.abs() < 1000.0 {
-        return text;
-    }
-    let mut grouped = String::new();
-    for (index, digit) in text.chars().enumerate() {
-        if index > 0 && (text.len() - index).is_multiple_of(3) {
-            grouped.push(',');
-        }
-        grouped.push(digit);
-    }
-    grouped
-}
-
-fn cell(spread: Spread) -> String {
-    let median = number(spread.median);
-    let (low, high) = (number(spread.low), number(spread.high));
-    if low == high { median } else { format!("{median} ({low}–{high})") }
-}
-
 /// What a gain means.
 fn verdict(gain: f64) -> &'static str {
     match gain {
@@ -199,22 +105,6 @@ fn verdict(gain: f64) -> &'static str {
         gain if gain <= 1.05 => "even",
         _ => "wins",
     }
-}
-
-/// `EPYC`: the word of a machine's name that tells it from the others.
-fn short(machine: &str) -> String {
-    let word = machine.split('-').nth(1).unwrap_or(machine);
-    if word == "epyc" {
-        return word.to_uppercase();
-    }
-    word[..1].to_uppercase() + &word[1..]
-}
-
-fn machines(records: &[Record]) -> Vec<String> {
-    let mut names: Vec<String> = records.iter().map(|record| record.machine.clone()).collect();
-    names.sort();
-    names.dedup();
-    names
 }
 
 /// The command without its number of rounds.
@@ -327,18 +217,8 @@ fn draw_published(text: &mut String, definition: &Definition, records: &[Record]
 fn draw_machines(text: &mut String, records: &[Record]) {
     for machine in machines(records) {
         let newest = records.iter().find(|record| record.machine == machine && record.circumstances["cpu"].is_string());
-        let Some(Record { circumstances: of, .. }) = newest else { continue };
-        let kib: f64 = of["memory"].as_str().and_then(|text| text.split(' ').next()?.parse().ok()).unwrap_or(f64::NAN);
-        let word = |field: &str| of[field].as_str().unwrap_or("unknown");
-        let _ = writeln!(
-            text,
-            "- *{}*: {}, {} processors, {:.0} GiB, Linux {}",
-            short(&machine),
-            word("cpu"),
-            of["cpus"],
-            kib / f64::from(1 << 20),
-            word("kernel"),
-        );
+        let Some(newest) = newest else { continue };
+        let _ = writeln!(text, "- *{}*: {}", short(&machine), newest.host());
     }
 }
 
@@ -392,7 +272,7 @@ fn results(page: &DocumentPage, records: &[Record]) -> String {
 }
 
 /// The pages as the records in `root` have them, by path.
-fn draw(root: &Path) -> Result<[(&'static str, String); 2], String> {
+pub fn draw(root: &Path) -> Result<Vec<(String, String)>, String> {
     let read = |path: &str| fs::read_to_string(root.join(path)).map_err(|error| format!("{path}: {error}"));
     let figures: DocumentPage =
         toml::from_str(&read("bench/figures.toml")?).map_err(|error| format!("bench/figures.toml: {error}"))?;
@@ -401,25 +281,7 @@ fn draw(root: &Path) -> Result<[(&'static str, String); 2], String> {
     let (before, rest) = readme.split_once(MARKS[0]).ok_or("README.md: the mark before the figures is missing")?;
     let (_, after) = rest.split_once(MARKS[1]).ok_or("README.md: the mark after the figures is missing")?;
     let readme = [before, MARKS[0], &results(&figures, &records), MARKS[1], after].concat();
-    Ok([(PAGE, page(root, &figures, &records)?), (README, readme)])
-}
-
-/// `pagefold bench figures`: draws the pages of the source tree in the current directory.
-pub fn run() -> ExitCode {
-    let drawn = draw(Path::new(".")).and_then(|pages| {
-        for (path, text) in pages {
-            fs::write(path, text).map_err(|error| format!("{path}: {error}"))?;
-            eprintln!("drew {path}");
-        }
-        Ok(())
-    });
-    match drawn {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("pagefold-bench figures: {error}; run it in the top directory of the source tree");
-            ExitCode::FAILURE
-        }
-    }
+    Ok(vec![(PAGE.into(), page(root, &figures, &records)?), (README.into(), readme)])
 }
 
 #[cfg(test)]
@@ -434,7 +296,7 @@ mod tests {
     #[test]
     fn the_pages_show_the_records() {
         for (path, drawn) in draw(root()).unwrap() {
-            let is = fs::read_to_string(root().join(path)).unwrap();
+            let is = fs::read_to_string(root().join(&path)).unwrap();
             let differs = is.lines().zip(drawn.lines()).find(|(is, drawn)| is != drawn);
             assert!(is == drawn, "{path} is not what the records say; run `pagefold bench figures`: {differs:?}");
         }
@@ -505,13 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_losing_row_and_its_command_say_so() {
+    fn a_losing_row_says_so() {
         assert_eq!([0.5, 0.95, 1.0, 1.05, 1.06].map(verdict), ["**loses**", "even", "even", "even", "wins"]);
-        let huge = json!({ "bench": "pageone", "arguments": ["--json", "--only", "merge"] });
-        assert_eq!(command(&huge), "pagefold bench pageone --only merge");
-        assert_eq!(
-            (number(1234567.0), number(999.0), number(12.34)),
-            ("1,234,567".into(), "999".into(), "12.3".into())
-        );
     }
 }

@@ -21,6 +21,7 @@ mod pageone;
 mod process;
 mod published;
 mod record;
+mod records;
 mod redis;
 mod restore;
 mod sandboxes;
@@ -68,6 +69,12 @@ const BENCHES: &[Bench] = &[
     ("timing", "what a program learns from the time of its writes: one domain, two domains, KSM", timing::run),
     ("zswap", "cold tier against zswap and a red-black tree", zswap::run),
 ];
+
+/// What draws files from the records below a directory: the files by path.
+type Draw = fn(&Path) -> Result<Vec<(String, String)>, String>;
+
+/// What measures nothing.
+const DRAWN: [(&str, Draw); 1] = [("figures", figures::draw)];
 
 /// The benchmarks that `name` stands for.
 fn named(name: &str) -> Vec<&'static str> {
@@ -171,6 +178,26 @@ fn help() -> String {
     )
 }
 
+/// Draws files of the source tree in the current directory.
+fn write_drawn(name: &str, draw: Draw) -> ExitCode {
+    let written = draw(Path::new(".")).and_then(|files| {
+        for (path, text) in files {
+            std::fs::create_dir_all(Path::new(&path).with_file_name(""))
+                .and_then(|()| std::fs::write(&path, text))
+                .map_err(|error| format!("{path}: {error}"))?;
+            eprintln!("drew {path}");
+        }
+        Ok(())
+    });
+    match written {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pagefold-bench {name}: {error}; run it in the top directory of the source tree");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 fn usage_error(message: &str) -> ExitCode {
     eprintln!("{message}\n{}", help());
     ExitCode::from(2)
@@ -192,8 +219,8 @@ fn main() -> ExitCode {
         println!("{}", help());
         return ExitCode::SUCCESS;
     }
-    if name == "figures" {
-        return figures::run();
+    if let Some((_, draw)) = DRAWN.iter().find(|drawn| drawn.0 == name) {
+        return write_drawn(&name, *draw);
     }
     if chosen.is_empty() {
         return usage_error(&format!("pagefold-bench: no benchmark is called {name}"));

@@ -22,6 +22,11 @@ impl Spread {
         Spread { median: at(values.len() / 2), low: at(0), high: at(values.len().wrapping_sub(1)) }
     }
 
+    /// In another unit.
+    pub fn scaled(self, scale: f64) -> Spread {
+        Spread { median: self.median * scale, low: self.low * scale, high: self.high * scale }
+    }
+
     /// Half the distance between the extremes, in percent of the median.
     pub fn half_range_percent(&self) -> f64 {
         if self.median > 0.0 { 50.0 * (self.high - self.low) / self.median } else { 0.0 }
