@@ -18,6 +18,7 @@ mod kv;
 mod lazy;
 mod options;
 mod pageone;
+mod plots;
 mod process;
 mod published;
 mod record;
@@ -74,7 +75,7 @@ const BENCHES: &[Bench] = &[
 type Draw = fn(&Path) -> Result<Vec<(String, String)>, String>;
 
 /// What measures nothing.
-const DRAWN: [(&str, Draw); 1] = [("figures", figures::draw)];
+const DRAWN: [(&str, Draw); 2] = [("figures", figures::draw), ("plots", plots::draw)];
 
 /// The benchmarks that `name` stands for.
 fn named(name: &str) -> Vec<&'static str> {
@@ -171,8 +172,9 @@ fn help() -> String {
     format!(
         "usage: pagefold-bench NAME [--quick|--full] [--json] [--record DIR] [options]\n\
          {names}\
-         NAME may also be llds (index and kv), all, or figures, which measures nothing: it draws docs/benchmarks.md and\n\
-         README's table from the newest records in bench/record. NAME --help lists the options of one benchmark.\n\
+         NAME may also be llds (index and kv), all, or figures or plots, which measure nothing: from the newest records in\n\
+         bench/record figures draws docs/benchmarks.md and README's table, plots draws docs/plots.md and its pictures.\n\
+         NAME --help lists the options of one benchmark.\n\
          --quick ends in seconds. --full takes every published figure: all of them take two hours at most.\n\
          --json prints JSON. --record DIR writes the rows there with machine, kernel, versions and commit."
     )
