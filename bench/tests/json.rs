@@ -57,6 +57,8 @@ fn a_live_client_is_parked_and_touched() {
     for name in names {
         let own: Vec<&Value> = rows.iter().filter(|row| row["name"] == name).collect();
         assert!(own.len() == 1 && own[0]["figures"]["p99 us"].is_number(), "{name}: {rows:?}");
+        let times = own[0]["distribution_us"].as_array().expect("pairs").iter().map(|pair| pair[0].as_f64());
+        assert!(times.len() == 16 && times.is_sorted(), "{name}: {rows:?}");
     }
 }
 

@@ -250,10 +250,11 @@ fn whiskers(value: &Spread) -> impl Iterator<Item = [f64; 3]> + use<> {
 /// Lines over a common axis, two panels side by side: medians, and a stroke from the lowest to the highest round.
 pub fn lines(frame: &Frame, blocks: &[Block], over: &Over, theme: &Theme) -> Drawn<String> {
     let points = || blocks.iter().flat_map(|block| &block.series).flat_map(|series| &series.points);
-    // A logarithmic axis is a linear one of logarithms: every tenfold is a whole number.
-    let place = |x: f64| if over.logarithmic { x.log10() } else { x };
-    let (first, last) =
-        points().fold((f64::MAX, f64::MIN), |ends, (x, _)| (ends.0.min(place(*x)), ends.1.max(place(*x))));
+    let (first, last) = points().fold((f64::MAX, f64::MIN), |ends, (x, _)| (ends.0.min(*x), ends.1.max(*x)));
+    // A logarithmic axis is a linear one of logarithms: every tenfold is a whole number, or every double of a short axis.
+    let base: f64 = if last < first * 100.0 { 2.0 } else { 10.0 };
+    let place = |x: f64| if over.logarithmic { x.log(base) } else { x };
+    let (first, last) = (place(first), place(last));
     let most = points().map(|(_, value)| value.high).fold(0.0, f64::max);
     let ticks = if over.logarithmic { (last - first) as usize + 1 } else { 6 };
     let columns = blocks.len().min(2);
@@ -269,7 +270,7 @@ pub fn lines(frame: &Frame, blocks: &[Block], over: &Over, theme: &Theme) -> Dra
         for (block, panel) in blocks.iter().zip(panels.split_evenly((blocks.len().div_ceil(columns), columns))) {
             panel.draw_text(&block.head, &bold(theme.text, LABEL), (MARGIN, 10))?;
             let mut chart = ChartBuilder::on(&panel)
-                .margin_top(26)
+                .margin_top(if block.head.is_empty() { 4 } else { 26 })
                 .margin_left(MARGIN)
                 .margin_right(MARGIN * 2)
                 .margin_bottom(8)
@@ -280,7 +281,7 @@ pub fn lines(frame: &Frame, blocks: &[Block], over: &Over, theme: &Theme) -> Dra
                 .configure_mesh()
                 .x_labels(ticks)
                 .y_labels(6)
-                .x_label_formatter(&|x| tick(if over.logarithmic { 10f64.powf(*x) } else { *x }))
+                .x_label_formatter(&|x| tick(if over.logarithmic { base.powf(*x) } else { *x }))
                 .y_label_formatter(&|y| tick(*y))
                 .label_style(text(theme.muted, SMALL, HPos::Center))
                 .x_desc(&over.label)

@@ -11,7 +11,7 @@ use std::io;
 
 fn row(name: &str, us: Vec<f64>) -> Value {
     let on = format!("{} pages", us.len());
-    row::of("latency", name, &on, row::of_times(us))
+    row::of_times("latency", name, &on, &row::in_short(us))
 }
 
 /// Measures on the first `count` pages of a set.

@@ -10,7 +10,7 @@ use super::row;
 use crate::instance::Instance;
 use crate::process::{self, Failure, wait_for};
 use crate::restore::Undo;
-use crate::stats::{self, quantile};
+use crate::stats;
 use crate::tool::{self, Daemon};
 use pagefold_agent::client::{Client, ColdOptions, Region};
 use pagefold_daemon::cold::ClientSelector;
@@ -41,19 +41,13 @@ pub fn client(words: &[String]) -> Result<(), Failure> {
         began.elapsed().as_secs_f64() * 1e6
     };
     for line in io::stdin().lock().lines() {
-        let mut us: Vec<f64> = match line?.as_str() {
+        let us: Vec<f64> = match line?.as_str() {
             "random" => order.iter().map(|page| touch(*page)).collect(),
             "order" => (0..pages).map(touch).collect(),
             _ => break,
         };
-        let sum: f64 = us.iter().sum();
-        us.sort_by(f64::total_cmp);
-        println!(
-            "{} {} {}",
-            quantile(&us, 0.5).unwrap_or(0.0),
-            quantile(&us, 0.99).unwrap_or(0.0),
-            sum / us.len() as f64
-        );
+        let short: Vec<String> = row::in_short(us).iter().map(f64::to_string).collect();
+        println!("{}", short.join(" "));
     }
     Ok(())
 }
@@ -126,23 +120,23 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> Result<Vec<Value>, Failu
     let mut live = Live::start(&file)?;
     drop(removed);
     let mut rows = Vec::new();
-    let mut row = |name: &str, figures: Value| rows.push(row::of("live", name, on, figures));
+    let row = |name: &str, figures: Value| row::of("live", name, on, figures);
     let (bytes, seconds) = live.park()?;
     let per_gib = |held: f64| held / 1e6 / (bytes / (1 << 30) as f64);
     let held_first = live.held()?;
     let (held, dense_s) = live.settled()?;
-    row(
+    rows.push(row(
         "park",
         json!({ "MB": bytes / 1e6, "GB/s": bytes / 1e9 / seconds, "MB/GiB held": per_gib(held_first),
             "made dense": per_gib(held), "after s": dense_s }),
-    );
+    ));
     // Two ticks of the cleaner pass, which look at new pages.
     let settle_ms = if idle.as_secs() > 5 { 12_000 } else { 500 };
     std::thread::sleep(Duration::from_millis(settle_ms));
     let before = live.cpu_ns()?;
     std::thread::sleep(idle);
     let share = (live.cpu_ns()? - before) as f64 / idle.as_nanos() as f64;
-    row("parked and idle", json!({ "cpu %": share * 100.0 }));
+    rows.push(row("parked and idle", json!({ "cpu %": share * 100.0 })));
     for (name, word, is_busy) in [
         ("touch, random", "random", false),
         ("touch, random, cores busy", "random", true),
@@ -151,11 +145,11 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> Result<Vec<Value>, Failu
         let busy = is_busy.then(Busy::start);
         let touched = live.ask(word)?;
         drop(busy);
-        row(name, json!({ "p50 us": touched[0], "p99 us": touched[1], "us/page": touched[2] }));
+        rows.push(row::of_times("live", name, on, &touched));
         live.park_densely()?;
     }
     let (began, unpark) = (Instant::now(), Request::Unpark { clients: ClientSelector::All });
     let bytes = tool::moved(&live.daemon.socket, &unpark)? as f64 * 4096.0;
-    row("unpark", json!({ "MB": bytes / 1e6, "GB/s": bytes / 1e9 / began.elapsed().as_secs_f64() }));
+    rows.push(row("unpark", json!({ "MB": bytes / 1e6, "GB/s": bytes / 1e9 / began.elapsed().as_secs_f64() })));
     Ok(rows)
 }
