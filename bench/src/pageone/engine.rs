@@ -43,6 +43,8 @@ pub struct Look {
     pub cpu_ns: u64,
     /// Grows as long as the engine works: steps are long, and places are counted at their end.
     pub activity: u64,
+    /// Bytes that the host could give out.
+    pub available: u64,
 }
 
 /// Passes over all memory so far.
@@ -130,7 +132,7 @@ impl Running {
 
     /// How far it is, by one request to the daemon: answering costs processor time that is measured.
     pub fn look(&self) -> Look {
-        let at = Instant::now();
+        let (at, (available, _)) = (Instant::now(), procfs::available_and_total());
         match self {
             Running::Ours(daemon) => {
                 let status = daemon.status().unwrap_or_default();
@@ -140,13 +142,14 @@ impl Running {
                     merged: status.totals.pages_sharing + status.totals.pages_zero,
                     cpu_ns: status.totals.cpu_ns,
                     activity: events.map(|events| events.pages_fingerprinted + events.pages_merged).sum(),
+                    available,
                 }
             }
             Running::Ksm(_, scanner, held) => {
                 let read = |name| ksm::read(name).unwrap_or(0).max(0) as u64;
                 let merged = read("pages_sharing") + read("pages_shared") + read("ksm_zero_pages");
                 let merged = merged.saturating_sub(*held);
-                Look { at, merged, cpu_ns: procfs::cpu_ns(*scanner).unwrap_or(0), activity: merged }
+                Look { at, merged, cpu_ns: procfs::cpu_ns(*scanner).unwrap_or(0), activity: merged, available }
             }
         }
     }

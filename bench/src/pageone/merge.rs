@@ -2,7 +2,7 @@
 
 use super::args::Args;
 use super::engine::{MergingEngine, Running};
-use super::settle::{PERIOD, QUIET, pace, settle};
+use super::settle::{PERIOD, QUIET, memory_over_time, pace, settle};
 use super::workload::{PageLayout, Shape};
 use crate::process::Failure;
 use crate::record;
@@ -20,6 +20,7 @@ struct Merged {
     after_mib: f64,
     metadata_mib: f64,
     freeze_us_p99: Option<f64>,
+    memory_over_time_mib: Vec<[f64; 2]>,
 }
 
 fn merge_once(engine: MergingEngine, shape: Shape) -> Result<Merged, Failure> {
@@ -39,6 +40,7 @@ fn merge_once(engine: MergingEngine, shape: Shape) -> Result<Merged, Failure> {
         after_mib: after as f64 / 1048576.0,
         metadata_mib: running.metadata_bytes(shape.pages()) as f64 / 1048576.0,
         freeze_us_p99: running.freeze_us_p99(),
+        memory_over_time_mib: memory_over_time(&samples, before as f64 / 1048576.0),
     })
 }
 
@@ -93,6 +95,7 @@ pub fn merge(args: &Args) -> Result<(), Failure> {
                 "wall_us_per_page": spread(runs, |run| run.wall_us),
                 "memory_before_mib": median(&|run| run.before_mib), "memory_after_mib": median(&|run| run.after_mib),
                 "records_mib": median(&|run| run.metadata_mib),
+                "memory_over_time_mib": runs[0].memory_over_time_mib,
                 "freeze_us_p99": runs[0].freeze_us_p99.map(|_| spread(runs, |run| run.freeze_us_p99)),
             })
         });

@@ -25,6 +25,21 @@ pub fn pace(samples: &[Look]) -> Option<f64> {
     (end.merged > first.merged).then(|| us / (end.merged - first.merged) as f64)
 }
 
+/// The most points of memory over time.
+const POINTS: usize = 40;
+
+/// Seconds since the start, and the host's memory in use then in MiB, of which the workload had `before_mib` at the start.
+pub fn memory_over_time(samples: &[Look], before_mib: f64) -> Vec<[f64; 2]> {
+    let mut picked: Vec<usize> = (0..=POINTS).map(|point| point * (samples.len() - 1) / POINTS).collect();
+    picked.dedup();
+    let start = samples[0];
+    let point = |at: usize| {
+        let gained_mib = (samples[at].available as f64 - start.available as f64) / f64::from(1 << 20);
+        [(samples[at].at - start.at).as_secs_f64(), before_mib - gained_mib]
+    };
+    picked.into_iter().map(point).collect()
+}
+
 /// Merges until nothing changes for `quiet`; returns a look for each change.
 pub fn settle(running: &Running, quiet: Duration) -> Result<Vec<Look>, Failure> {
     let mut samples = vec![running.look()];
@@ -52,7 +67,10 @@ mod tests {
     use std::time::Instant;
 
     fn looks(began: Instant, seen: &[(u64, u64)]) -> Vec<Look> {
-        let look = |&(ms, merged)| Look { at: began + Duration::from_millis(ms), merged, cpu_ns: 0, activity: merged };
+        let look = |&(ms, merged)| {
+            let at = began + Duration::from_millis(ms);
+            Look { at, merged, cpu_ns: 0, activity: merged, available: merged << 20 }
+        };
         seen.iter().map(look).collect()
     }
 
@@ -66,5 +84,15 @@ mod tests {
         assert_eq!(later, Some(40.0), "a later first merge changes nothing");
         // Pages that one look saw have no pace.
         assert_eq!((pace(&looks(began, &[(0, 0), (100, 1000)])), pace(&looks(began, &[(0, 0)]))), (None, None));
+    }
+
+    #[test]
+    fn memory_over_time_has_the_start_the_end_and_few_points() {
+        let began = Instant::now();
+        let two = memory_over_time(&looks(began, &[(0, 5), (1500, 15)]), 100.0);
+        assert_eq!(two, [[0.0, 100.0], [1.5, 90.0]]);
+        let seen: Vec<(u64, u64)> = (0..1000).map(|at| (at, at)).collect();
+        let many = memory_over_time(&looks(began, &seen), 1000.0);
+        assert_eq!((many.len(), many[0], many[POINTS]), (POINTS + 1, [0.0, 1000.0], [0.999, 1.0]));
     }
 }
