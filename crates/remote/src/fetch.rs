@@ -8,7 +8,7 @@ use pagefold_image::progress::Progress;
 use pagefold_image::store::Download;
 
 /// A try that has brought so many bytes counts as the first one.
-const GAIN: u64 = 1 << 20;
+pub const GAIN: u64 = 1 << 20;
 
 /// Brings the `size` bytes of `digest` into `download`, from where an earlier pull has ended. Returns how many bytes came.
 ///

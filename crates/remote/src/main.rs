@@ -6,9 +6,11 @@
 mod address;
 mod common;
 mod credentials;
+mod downloads;
 mod error;
 mod fetch;
 mod fleet;
+mod parts;
 mod pull;
 mod push;
 mod registry;

@@ -1,27 +1,22 @@
 //! Images of a registry into the store.
 //!
 //! Layers that the store knows are neither fetched nor unpacked. The others are fetched by a few requests at the same time,
-//! and unpacked in their order as they arrive.
+//! and unpacked in their order as they arrive. Of a layer with a table of contents only the parts come that the store lacks.
 
 use crate::common::{Common, mib, say};
+use crate::downloads::Downloads;
 use crate::error::{Error, Result};
-use crate::fetch::fetch;
+use crate::parts;
 use crate::registry::Registry;
 use oci_client::{Reference, RegistryOperation};
 use pagefold_image::build::Omissions;
 use pagefold_image::config::Limits;
-use pagefold_image::digest::Digest;
 use pagefold_image::oci::{Documents, Layer, LayerImport, Next, Platform};
 use pagefold_image::progress::Progress;
-use pagefold_image::store::{BuildStats, Download, ImageRecord, Store};
-use std::collections::BTreeMap;
+use pagefold_image::store::{BuildStats, ImageRecord, Store};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use tokio::runtime::Runtime;
-use tokio::sync::{Semaphore, oneshot};
-
-/// Layers that are fetched at the same time, as docker does it.
-const AT_ONCE: usize = 3;
 
 /// Most indexes that lead to each other.
 const DEPTH_MAX: usize = 5;
@@ -40,6 +35,11 @@ struct Moved {
     layers_known: u64,
     layers_fetched: u64,
     bytes_fetched: u64,
+    /// Of the fetched layers, those of which parts came.
+    layers_in_parts: u64,
+    /// Files of these that the store had, and their packed bytes.
+    files_known: u64,
+    bytes_known: u64,
 }
 
 /// Stores the image under `name`.
@@ -61,11 +61,14 @@ pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
     let store = Store::open(&common.store, &common.domain)?;
     let build = store.build()?;
     let mut notes = Omissions::default();
-    let mut downloads = Downloads::lock(&store, LayerImport::new(&build, &documents.layers)?.missing())?;
+    let layers = LayerImport::new(&build, &documents.layers)?;
+    let mut downloads = Downloads::lock(runtime, &registry, &store, layers.missing())?;
     // Another pull with some of these layers may have ended meanwhile.
     let import = LayerImport::new(&build, &documents.layers)?;
     moved.layers_known = (documents.layers.len() - import.missing().len()) as u64;
-    downloads.begin(runtime, &registry, import.missing())?;
+    let parts =
+        parts::plan(runtime, &registry, &build, &downloads.unbegun(import.missing()), &mut moved.bytes_fetched)?;
+    downloads.begin(import.missing(), parts)?;
     let mut failed = None;
     let open = |layer: &Layer| {
         downloads.wait(layer).map_err(|error| match error {
@@ -93,6 +96,11 @@ pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
     let record = build.publish(name, &tree, &reference.whole(), documents.config, notes.lines())?;
     moved.layers_fetched = downloads.layers_fetched;
     moved.bytes_fetched += downloads.bytes_fetched;
+    for plan in downloads.in_parts() {
+        moved.layers_in_parts += 1;
+        moved.files_known += plan.contents;
+        moved.bytes_known += plan.bytes_left_out;
+    }
     downloads.remove()?;
     report(&record, build.stats(), &moved, common.server.json)
 }
@@ -114,94 +122,6 @@ async fn documents(registry: &Registry, wanted: &Wanted, limits: Limits, moved: 
         }
     }
     Err(Error::Said(format!("indexes in indexes, deeper than {}", DEPTH_MAX - 1)))
-}
-
-/// The end of a layer's way from the registry: its file and how many bytes came.
-type Fetched = Result<(Download, u64)>;
-
-/// A packed layer on its way.
-enum State {
-    Locked(Download),
-    Coming(oneshot::Receiver<Fetched>),
-    Here(Download),
-}
-
-/// The packed layers of a pull. Their files are locked until it ends.
-struct Downloads {
-    by_digest: BTreeMap<Digest, State>,
-    layers_fetched: u64,
-    bytes_fetched: u64,
-}
-
-impl Downloads {
-    /// Locks the files of `layers`, in the order of their digests.
-    fn lock(store: &Store, layers: &[Layer]) -> Result<Self> {
-        let mut by_digest: BTreeMap<Digest, State> = BTreeMap::new();
-        let mut digests: Vec<Digest> = layers.iter().filter_map(Layer::blob).map(|(digest, _)| digest).collect();
-        digests.sort();
-        digests.dedup();
-        for digest in digests {
-            by_digest.insert(digest, State::Locked(store.download(&digest)?));
-        }
-        Ok(Self { by_digest, layers_fetched: 0, bytes_fetched: 0 })
-    }
-
-    /// Begins to fetch the `missing` layers. Another pull has brought the others.
-    fn begin(&mut self, runtime: &Runtime, registry: &Arc<Registry>, missing: &[Layer]) -> Result<()> {
-        let progress = Arc::new(Progress::new("pull"));
-        let permits = Arc::new(Semaphore::new(AT_ONCE));
-        let mut locked = std::mem::take(&mut self.by_digest);
-        let mut expected = 0;
-        for (digest, size) in missing.iter().filter_map(Layer::blob) {
-            let Some(State::Locked(mut download)) = locked.remove(&digest) else { continue };
-            let (give, take) = oneshot::channel();
-            self.by_digest.insert(digest, State::Coming(take));
-            expected += size;
-            let (registry, progress, permits) = (registry.clone(), progress.clone(), permits.clone());
-            runtime.spawn(async move {
-                let _permit = permits.acquire().await;
-                let fetched = fetch(&registry, (digest, size), &mut download, &progress).await;
-                // No receiver: the pull has failed.
-                let _ = give.send(fetched.map(|moved| (download, moved)));
-            });
-        }
-        progress.expect(expected);
-        for state in locked.into_values() {
-            if let State::Locked(download) = state {
-                download.remove()?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits for a layer. Returns its packed bytes.
-    fn wait(&mut self, layer: &Layer) -> Result<impl std::io::Read + use<>> {
-        let gone = || Error::Said("a layer's download has ended".into());
-        let (digest, _) = layer.blob().ok_or_else(gone)?;
-        let state = self.by_digest.remove(&digest).ok_or_else(gone)?;
-        let download = match state {
-            State::Locked(download) | State::Here(download) => download,
-            State::Coming(coming) => {
-                let (download, moved) = coming.blocking_recv().map_err(|_| gone())??;
-                self.layers_fetched += 1;
-                self.bytes_fetched += moved;
-                download
-            }
-        };
-        let reader = download.reader()?;
-        self.by_digest.insert(digest, State::Here(download));
-        Ok(reader)
-    }
-
-    /// Removes what has arrived.
-    fn remove(self) -> Result<()> {
-        for state in self.by_digest.into_values() {
-            if let State::Here(download) = state {
-                download.remove()?;
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Says what the operator of an image should know.
@@ -230,10 +150,17 @@ fn report(record: &ImageRecord, stats: &BuildStats, moved: &Moved, json: bool) -
         value["layers_known"] = moved.layers_known.into();
         value["layers_fetched"] = moved.layers_fetched.into();
         value["bytes_fetched"] = moved.bytes_fetched.into();
+        value["layers_in_parts"] = moved.layers_in_parts.into();
+        value["files_known"] = moved.files_known.into();
+        value["bytes_known"] = moved.bytes_known.into();
         format!("{value:#}")
     } else {
+        let parts = match moved.layers_in_parts {
+            0 => String::new(),
+            _ => format!(" ({} files, {:.1} MiB from the store)", moved.files_known, mib(moved.bytes_known)),
+        };
         format!(
-            "{}  {}\nlayers: {} known, {} fetched, {:.1} MiB; {} files, {new} new objects, {:.1} MiB new on disk",
+            "{}  {}\nlayers: {} known, {} fetched, {:.1} MiB{parts}; {} files, {new} new objects, {:.1} MiB new on disk",
             record.digest,
             record.name,
             moved.layers_known,

@@ -15,6 +15,7 @@ use pagefold_image::config::Limits;
 use pagefold_image::digest::Digest;
 use reqwest::header::{ACCEPT, HeaderValue};
 use std::net::IpAddr;
+use std::ops::Range;
 use std::time::Duration;
 
 /// Manifests and indexes of both formats.
@@ -219,6 +220,19 @@ impl Registry {
         match self.client.pull_blob_stream_partial(&self.reference, name.as_str(), offset, None).await? {
             BlobResponse::Full(stream) => Ok((stream, 0)),
             BlobResponse::Partial(stream) => Ok((stream, offset)),
+        }
+    }
+
+    /// The bytes of a range of a blob; `None` if the registry does not send ranges. They are not checked.
+    ///
+    /// # Errors
+    /// None of that digest; no connection.
+    pub async fn range(&self, digest: Digest, range: Range<u64>) -> Result<Option<SizedStream>> {
+        let (name, length) = (digest.to_string(), range.end - range.start);
+        let part = self.client.pull_blob_stream_partial(&self.reference, name.as_str(), range.start, Some(length));
+        match part.await? {
+            BlobResponse::Full(_) => Ok(None),
+            BlobResponse::Partial(stream) => Ok(Some(stream)),
         }
     }
 

@@ -147,3 +147,40 @@ fn skopeo_and_pagefold_read_what_the_other_has_pushed() {
     let pulled = there.command("pull", "it", &registry.image("other:1")).output().unwrap();
     assert_eq!(ok(&pulled)["digest"], digest);
 }
+
+#[test]
+fn layers_by_skopeo_with_a_table_come_in_parts() {
+    let Some(registry) = Registry::start() else { return };
+    let host = Host::new();
+    host.log_in(&registry.host, "user", "secret-words");
+    let mut digests = Vec::new();
+    for version in ["1", "2"] {
+        digests.push(build(&host, "app", version));
+        ok(&host.command("push", "app", &registry.image(&format!("app:{version}"))).output().unwrap());
+        let image = |name: &str| format!("docker://{}", registry.image(&format!("{name}:{version}")));
+        let mut command = Command::new("skopeo");
+        command.args(["--insecure-policy", "copy", "-q", "--src-tls-verify=false", "--dest-tls-verify=false"]);
+        command.arg("--authfile").arg(host.dir.path().join("run/containers/auth.json"));
+        command.args(["--dest-compress-format=zstd:chunked", &image("app"), &image("chunked")]);
+        match command.output() {
+            Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
+            Err(error) => {
+                println!("SKIPPED: skopeo: {error}");
+                return;
+            }
+        }
+    }
+    let pull = |host: &Host, version: &str| {
+        host.log_in(&registry.host, "user", "secret-words");
+        let reference = registry.image(&format!("chunked:{version}"));
+        ok(&host.command("pull", version, &reference).output().unwrap())
+    };
+    let (parts, whole) = (Host::new(), Host::new());
+    let first = pull(&parts, "1");
+    assert_eq!((&first["digest"], &first["layers_in_parts"]), (&json!(digests[0]), &json!(0)));
+    let second = pull(&parts, "2");
+    assert_eq!((&second["digest"], &second["layers_in_parts"]), (&json!(digests[1]), &json!(1)), "{second:#}");
+    assert!(second["bytes_fetched"].as_u64().unwrap() < 10_000, "{second:#}");
+    assert_eq!(pull(&whole, "2")["digest"], second["digest"]);
+    assert!(stat::verify(&parts.store(), &[], false).unwrap().damaged.is_empty());
+}

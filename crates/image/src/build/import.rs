@@ -5,12 +5,13 @@
 use super::Build;
 use super::apply_layer;
 use super::omissions::Omissions;
+use super::parts::Parts;
 use crate::config::{Limits, Used};
 use crate::digest::{Digest, Hashing};
 use crate::error::{Error, Result, input};
 use crate::format::decompress::unpack;
 use crate::format::oci::{Image, Layer, Wanted};
-use crate::progress::Progress;
+use crate::progress::{Progress, note};
 use crate::run_config::RunConfig;
 use crate::store::LayerTree;
 use crate::tree::Tree;
@@ -32,8 +33,16 @@ pub fn import(
     let image = Image::open(path, wanted, limits, || build.spool())?;
     progress.expect(image.packed_bytes);
     let layers = LayerImport::new(build, &image.layers)?;
-    let tree = layers.run(|layer| image.open_layer(layer), limits, omissions, progress)?;
+    let tree = layers.run(|layer| image.open_layer(layer).map(Source::Packed), limits, omissions, progress)?;
     Ok((tree, image.config))
+}
+
+/// What a layer is read from.
+pub enum Source<R> {
+    /// The whole packed layer.
+    Packed(R),
+    /// Parts of it, and contents that the store has.
+    Parts(Parts),
 }
 
 /// Layers on their way into a tree.
@@ -81,13 +90,14 @@ impl<'a, 'b> LayerImport<'a, 'b> {
         &self.layers[self.known.len()..]
     }
 
-    /// Reads the missing layers into a tree, lowest first. Calls `open` for the packed bytes of each one.
+    /// Reads the missing layers into a tree, lowest first. Calls `open` for each one, and again for a layer with parts that
+    /// are not the layer: it must then return the whole one.
     ///
     /// # Errors
     /// Those of `open`; a layer that does not have its digest, or breaks the format or the limits.
     pub fn run<R: Read>(
         self,
-        mut open: impl FnMut(&Layer) -> Result<R>,
+        mut open: impl FnMut(&Layer) -> Result<Source<R>>,
         limits: Limits,
         omissions: &mut Omissions,
         progress: &Progress,
@@ -99,17 +109,20 @@ impl<'a, 'b> LayerImport<'a, 'b> {
         }
         build.add_known_layers(known);
         for (index, layer) in missing.map(|index| (index, &layers[index])) {
-            // Counted packed, as the manifest counts: how much a layer unpacks to is not known before.
-            let mut packed = Hashing::new(progress.watch(open(layer)?));
-            let applied = apply_layer(build, &mut tree, &mut packed, layer, limits, left, omissions);
-            // A layer with the wrong digest explains every other complaint about it.
-            if let Some((digest, _)) = layer.expect {
-                packed.finish(&layer.what, digest)?;
-            }
-            let used = applied.map_err(|error| match error {
-                Error::Input(text) | Error::Foreign(text) => input!("{}: {text}", layer.what),
-                other => other,
-            })?;
+            let apply = |packed: R, tree: &mut Tree, omissions: &mut Omissions| {
+                // Counted packed, as the manifest counts: how much a layer unpacks to is not known before.
+                apply_packed(build, tree, progress.watch(packed), layer, limits, left, omissions)
+            };
+            let used = match open(layer)? {
+                Source::Packed(packed) => apply(packed, &mut tree, omissions)?,
+                Source::Parts(parts) => match apply_parts(build, &mut tree, &parts, layer, limits, left, omissions)? {
+                    Some(used) => used,
+                    None => match open(layer)? {
+                        Source::Packed(packed) => apply(packed, &mut tree, omissions)?,
+                        Source::Parts(_) => return Err(input!("{}: it is not what its parts are", layer.what)),
+                    },
+                },
+            };
             left = left.without(used);
             if let Some(chain) = chains.get(index) {
                 build.add_layer(*chain, &tree, omissions.lines())?;
@@ -160,7 +173,7 @@ fn chain_ids(layers: &[Layer]) -> Vec<Digest> {
 }
 
 /// Unpacks and applies a layer within `left`, what the lower layers have left of the limits. Returns what it used.
-fn apply_layer(
+fn apply_packed(
     build: &Build,
     tree: &mut Tree,
     packed: impl Read,
@@ -169,7 +182,52 @@ fn apply_layer(
     left: Limits,
     omissions: &mut Omissions,
 ) -> Result<Used> {
-    let mut plain = Hashing::new(unpack(packed, limits)?);
+    let mut packed = Hashing::new(packed);
+    let unpacked = unpack(&mut packed, limits);
+    let applied = unpacked.and_then(|plain| apply_plain(build, tree, plain, layer, left, omissions));
+    // A layer with the wrong digest explains every other complaint about it.
+    if let Some((digest, _)) = layer.expect {
+        packed.finish(&layer.what, digest)?;
+    }
+    applied.map_err(|error| match error {
+        Error::Input(text) | Error::Foreign(text) => input!("{}: {text}", layer.what),
+        other => other,
+    })
+}
+
+/// Applies a layer that is put together from parts. Returns what it used of the limits; `None`, with `tree` and `omissions` as
+/// they were, if the parts are not the layer: only its digest proves that they are, and it comes last.
+fn apply_parts(
+    build: &Build,
+    tree: &mut Tree,
+    parts: &Parts,
+    layer: &Layer,
+    limits: Limits,
+    left: Limits,
+    omissions: &mut Omissions,
+) -> Result<Option<Used>> {
+    let (tree_before, omissions_before) = (tree.clone(), omissions.clone());
+    match apply_plain(build, tree, parts.reader(build, limits), layer, left, omissions) {
+        Ok(used) => Ok(Some(used)),
+        Err(error @ (Error::Input(_) | Error::Foreign(_) | Error::Digest { .. })) => {
+            (*tree, *omissions) = (tree_before, omissions_before);
+            note(&format!("{}: put together by its table of contents: {error}; it is read as a whole", layer.what));
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Applies the unpacked layer, and checks its digest.
+fn apply_plain(
+    build: &Build,
+    tree: &mut Tree,
+    plain: impl Read,
+    layer: &Layer,
+    left: Limits,
+    omissions: &mut Omissions,
+) -> Result<Used> {
+    let mut plain = Hashing::new(plain);
     let used = apply_layer::apply_layer(build, tree, &mut plain, left, omissions, &Progress::silent())?;
     if let Some(diff_id) = layer.diff_id {
         plain.finish(&layer.what, diff_id)?;

@@ -5,6 +5,7 @@ mod apply_layer;
 mod directory;
 mod import;
 mod omissions;
+mod parts;
 mod publish;
 mod read_files;
 mod source;
@@ -13,7 +14,8 @@ mod walk;
 
 pub use apply_layer::apply_archive;
 pub use directory::from_directory;
-pub use import::{KnownChain, LayerImport, import};
+pub use import::{KnownChain, LayerImport, Source, import};
 pub use omissions::Omissions;
+pub use parts::Parts;
 pub use publish::Build;
 pub use walk::Options;

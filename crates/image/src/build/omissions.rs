@@ -5,7 +5,7 @@ use crate::tree::{self, FileKind, Xattrs, show};
 use std::collections::BTreeMap;
 
 /// What was left out of an image, counted by reason.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Omissions {
     counted: BTreeMap<&'static str, (u64, String)>,
     /// Lines about layers that were known already.

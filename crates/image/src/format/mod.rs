@@ -2,6 +2,7 @@
 
 pub(crate) mod acl;
 pub(crate) mod budget;
+pub mod chunked;
 pub(crate) mod decompress;
 pub mod erofs;
 pub mod fleet;

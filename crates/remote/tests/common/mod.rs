@@ -3,6 +3,7 @@
 // Each test program uses a part of this.
 #![allow(dead_code)]
 
+pub mod chunked;
 pub mod fleet;
 
 use base64::Engine;
@@ -64,21 +65,44 @@ pub struct Image {
     pub manifest: Vec<u8>,
 }
 
+/// A layer as a registry has it.
+pub struct Packed {
+    pub blob: Vec<u8>,
+    pub annotations: BTreeMap<String, String>,
+    /// The digest of the unpacked layer, by the configuration.
+    pub diff_id: String,
+    pub media_type: &'static str,
+}
+
+/// The layer, packed with gzip.
+pub fn gzip(layer: &[u8]) -> Packed {
+    let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    gzip.write_all(layer).unwrap();
+    Packed {
+        blob: gzip.finish().unwrap(),
+        annotations: BTreeMap::new(),
+        diff_id: digest(layer),
+        media_type: "application/vnd.oci.image.layer.v1.tar+gzip",
+    }
+}
+
 /// The image of these layers for an architecture.
 pub fn image_for(architecture: &str, layers: &[Vec<u8>]) -> Image {
+    image_of(architecture, layers.iter().map(|layer| gzip(layer)).collect())
+}
+
+/// The same of packed layers.
+pub fn image_of(architecture: &str, layers: Vec<Packed>) -> Image {
     let mut image = Image::default();
     let mut descriptors = Vec::new();
-    for layer in layers {
-        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-        gzip.write_all(layer).unwrap();
-        let packed = gzip.finish().unwrap();
-        let name = digest(&packed);
-        let kind = "application/vnd.oci.image.layer.v1.tar+gzip";
-        descriptors.push(json!({ "mediaType": kind, "digest": name, "size": packed.len() }));
+    let diff_ids: Vec<String> = layers.iter().map(|layer| layer.diff_id.clone()).collect();
+    for Packed { blob, annotations, media_type, .. } in layers {
+        let name = digest(&blob);
+        let size = blob.len();
+        descriptors.push(json!({ "mediaType": media_type, "digest": name, "size": size, "annotations": annotations }));
         image.layers.push(name.clone());
-        image.blobs.insert(name, packed);
+        image.blobs.insert(name, blob);
     }
-    let diff_ids: Vec<String> = layers.iter().map(|layer| digest(layer)).collect();
     let config = json!({ "architecture": architecture, "os": "linux", "config": { "Cmd": ["/bin/app"] },
         "rootfs": { "type": "layers", "diff_ids": diff_ids } });
     let config = serde_json::to_vec(&config).unwrap();
@@ -252,10 +276,11 @@ pub fn honest(request: &Request, images: &[(&str, &Image)]) -> Answer {
     }
     let Some(blob) = images.iter().find_map(|(_, image)| image.blobs.get(name)) else { return answer(404, b"{}") };
     let range = request.header("range").and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));
-    match range.and_then(|(begin, _)| begin.parse::<usize>().ok()) {
-        Some(begin) if begin < blob.len() => {
-            let range = format!("bytes {begin}-{}/{}", blob.len() - 1, blob.len());
-            answer(206, &blob[begin..]).with("content-range", &range)
+    match range.and_then(|(begin, end)| Some((begin.parse::<usize>().ok()?, end))) {
+        Some((begin, end)) if begin < blob.len() => {
+            let end = end.parse().unwrap_or(usize::MAX).min(blob.len() - 1);
+            let range = format!("bytes {begin}-{end}/{}", blob.len());
+            answer(206, &blob[begin..=end]).with("content-range", &range)
         }
         Some(_) => answer(416, b""),
         None => answer(200, blob),

@@ -6,6 +6,7 @@ use super::documents::{Configuration, DockerManifest, Manifest, ManifestOrIndex,
 use crate::config::Limits;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result, input};
+use crate::format::chunked::TablePlace;
 use crate::format::decompress::{is_packed, unpack};
 use crate::proc_fd::open_path;
 use crate::run_config::RunConfig;
@@ -80,9 +81,22 @@ pub struct Layer {
     pub(crate) expect: Option<(Digest, u64)>,
     /// The digest of the unpacked layer, where the configuration has it.
     pub(crate) diff_id: Option<Digest>,
+    /// The table of contents, where the manifest names one.
+    table: Option<TablePlace>,
 }
 
 impl Layer {
+    /// Its number and digest, for messages.
+    pub fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// The table of contents by which the layer can be fetched in parts. `None` without a digest of the unpacked layer:
+    /// nothing else proves that the parts are the layer.
+    pub fn table(&self) -> Option<&TablePlace> {
+        self.table.as_ref().filter(|_| self.diff_id.is_some())
+    }
+
     /// The digest and size of the packed layer, where a manifest has them.
     pub fn blob(&self) -> Option<(Digest, u64)> {
         self.expect
@@ -175,7 +189,8 @@ impl Image {
         for (index, path) in manifest.layers.iter().enumerate() {
             packed_bytes += blobs.open(path)?.1;
             let what = format!("layer {} ({path})", index + 1);
-            layers.push(Layer { what, path: path.clone(), expect: None, diff_id: diff_ids.get(index).copied() });
+            let diff_id = diff_ids.get(index).copied();
+            layers.push(Layer { what, path: path.clone(), expect: None, diff_id, table: None });
         }
         Ok(Self { layers, packed_bytes, config: run_config(configuration), blobs })
     }
@@ -202,7 +217,8 @@ pub(super) fn layers_of(manifest: &Manifest, configuration: &Configuration) -> R
     for (index, layer) in manifest.layers.iter().enumerate() {
         let (path, digest) = blob_path(&layer.digest)?;
         let what = format!("layer {} ({})", index + 1, layer.digest);
-        layers.push(Layer { what, path, expect: Some((digest, layer.size)), diff_id: diff_ids.get(index).copied() });
+        let (expect, diff_id) = (Some((digest, layer.size)), diff_ids.get(index).copied());
+        layers.push(Layer { what, path, expect, diff_id, table: TablePlace::find(&layer.annotations, layer.size) });
     }
     Ok(layers)
 }
