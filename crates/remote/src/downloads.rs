@@ -5,7 +5,7 @@ use crate::fetch::fetch;
 use crate::parts;
 use crate::registry::Registry;
 use pagefold_image::digest::Digest;
-use pagefold_image::oci::{Layer, Parts, Plan, Source};
+use pagefold_image::oci::{Layer, Parts, Source};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{Download, Store};
 use std::collections::BTreeMap;
@@ -26,13 +26,21 @@ struct Arrived {
     moved: u64,
 }
 
+/// What the store had of a layer that came in parts.
+#[derive(Clone, Copy)]
+pub struct Known {
+    pub files: u64,
+    /// Packed bytes that were not needed.
+    pub bytes: u64,
+}
+
 /// A packed layer on its way.
 enum State {
     Locked(Download),
     Coming(oneshot::Receiver<Result<Arrived>>),
     Here(Download),
-    /// By this plan parts are here. The download is empty.
-    InParts(Download, Plan),
+    /// Parts are here. The download is empty.
+    InParts(Download, Known),
 }
 
 /// The packed layers of a pull. Their files are locked until it ends.
@@ -119,7 +127,8 @@ impl<'a> Downloads<'a> {
                 self.layers_fetched += 1;
                 self.bytes_fetched += moved;
                 if let Some(parts) = parts {
-                    self.by_digest.insert(digest, State::InParts(download, parts.plan().clone()));
+                    let known = Known { files: parts.plan().contents, bytes: parts.plan().bytes_left_out };
+                    self.by_digest.insert(digest, State::InParts(download, known));
                     return Ok(Source::Parts(parts));
                 }
                 download
@@ -130,10 +139,10 @@ impl<'a> Downloads<'a> {
         Ok(Source::Packed(reader))
     }
 
-    /// The plans of the layers that came in parts.
-    pub fn in_parts(&self) -> impl Iterator<Item = &Plan> {
+    /// The layers that came in parts.
+    pub fn in_parts(&self) -> impl Iterator<Item = Known> {
         self.by_digest.values().filter_map(|state| match state {
-            State::InParts(_, plan) => Some(plan),
+            State::InParts(_, known) => Some(*known),
             _ => None,
         })
     }

@@ -50,7 +50,7 @@ pub fn plan(
     for (layer, digest, table) in runtime.block_on(tables(registry, wanted, moved))? {
         let contents: Vec<(Digest, u64)> =
             table.contents().iter().map(|content| (content.digest, content.size)).collect();
-        if let Some(plan) = Plan::new(&table, &build.has_all(&contents)?) {
+        if let Some(plan) = Plan::new(table, &build.has_all(&contents)?) {
             // The layer's second place in the image would need the whole layer.
             let is_once = layers.iter().filter(|other| other.blob() == layer.blob()).count() == 1;
             if is_once {
@@ -67,8 +67,9 @@ fn worthwhile<'l>(layers: &[&'l Layer]) -> Vec<(&'l Layer, Digest, &'l TablePlac
     let mut wanted = Vec::new();
     for layer in layers {
         let (Some(place), Some((digest, size))) = (layer.table(), layer.blob()) else { continue };
-        if size >= LAYER_MIN && place.packed_bytes <= size / TABLE_SHARE && place.bytes <= left {
-            left -= place.bytes;
+        let range = place.range();
+        if size >= LAYER_MIN && range.end - range.start <= size / TABLE_SHARE && place.bytes_in_all() <= left {
+            left -= place.bytes_in_all();
             wanted.push((*layer, digest, place));
         }
     }
@@ -116,15 +117,13 @@ async fn table(
         packed.set(bytes);
         Ok(())
     };
-    let range = place.offset..place.offset + place.packed_bytes;
-    if !bring(registry, digest, range, moved, sink).await? {
+    if !bring(registry, digest, place.range(), moved, sink).await? {
         return Ok(None);
     }
-    let table = place.unpack(&packed.take(), layer.what());
-    match table.and_then(|table| Table::parse(&table, place.archive_end())) {
+    match place.read(&packed.take()) {
         Ok(table) => Ok(Some(table)),
         Err(error) => {
-            let text = format!("{error}; the layer is fetched as a whole");
+            let text = format!("{}: {error}; the layer is fetched as a whole", layer.what());
             eprintln!("pagefold: note: {}", clean(&text));
             Ok(None)
         }
@@ -139,7 +138,7 @@ async fn table(
 pub async fn fetch(registry: &Registry, digest: Digest, parts: &Parts, progress: &Progress) -> Result<(bool, u64)> {
     let moved = AtomicU64::new(0);
     let mut coming = FuturesUnordered::new();
-    let (mut ranges, mut place) = (parts.plan().ranges(), 0);
+    let (mut ranges, mut place) = (parts.plan().ranges.iter(), 0);
     loop {
         while coming.len() < AT_ONCE
             && let Some(range) = ranges.next()

@@ -96,10 +96,10 @@ pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
     let record = build.publish(name, &tree, &reference.whole(), documents.config, notes.lines())?;
     moved.layers_fetched = downloads.layers_fetched;
     moved.bytes_fetched += downloads.bytes_fetched;
-    for plan in downloads.in_parts() {
+    for known in downloads.in_parts() {
         moved.layers_in_parts += 1;
-        moved.files_known += plan.contents;
-        moved.bytes_known += plan.bytes_left_out;
+        moved.files_known += known.files;
+        moved.bytes_known += known.bytes;
     }
     downloads.remove()?;
     report(&record, build.stats(), &moved, common.server.json)

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::chunked::{CHECKSUM, POSITION, bent, chunked, with_table};
+use common::chunked::{CHECKSUM, POSITION, bent, chunked, frame, with_headers, with_table};
 use common::{Answer, Host, Image, Packed, Request, Server, answer, digest, gzip, honest, host_architecture, image_of};
 use common::{noise, ok};
 use pagefold_image::stat;
@@ -137,6 +137,67 @@ fn only_contents_that_the_store_lacks_are_fetched() {
 }
 
 #[test]
+fn with_a_copy_of_the_headers_nothing_comes_beside_the_missing_contents() {
+    let (pulled, said, server) = pull_second(with_headers(&layer(2), |_, _| ()), |_, _, _| None);
+    assert_eq!((said.as_str(), &pulled["layers_in_parts"], &pulled["files_known"]), ("", &json!(1), &json!(3)));
+    assert_eq!(ranges(&server).len(), 2, "the table with the headers, and the new file: {:?}", ranges(&server));
+    // Nothing but headers is new.
+    let (first, host) = host_with_first();
+    let mut archive = tar::Builder::new(Vec::new());
+    let mut header = tar::Header::new_gnu();
+    header.set_size(450_000);
+    header.set_mode(0o600);
+    archive.append_data(&mut header, "renamed", &noise(1, 450_000)[..]).unwrap();
+    let renamed = image_with(with_headers(&archive.into_inner().unwrap(), |_, _| ()));
+    let server = serves([&first, &renamed]);
+    let pulled = ok(&host.pull(&server, "v2"));
+    assert_eq!((&pulled["layers_in_parts"], ranges(&server).len()), (&json!(1), 1), "only the table");
+    assert_eq!(host.file("v2", "renamed").unwrap(), noise(1, 450_000));
+}
+
+#[test]
+fn a_copy_of_the_headers_that_lies_makes_no_other_image() {
+    let layer = layer(2);
+    let size = chunked(&layer).blob.len();
+    // Not bound by the table: it is not looked at, and the frames have the headers.
+    let not_bound = with_headers(&layer, |table, _| drop(table["tarSplitDigest"].take()));
+    let (pulled, said, server) = pull_second(not_bound, |_, _, _| None);
+    assert_eq!((said.as_str(), &pulled["layers_in_parts"], ranges(&server).len()), ("", &json!(1), 5));
+    let bound = |change: &dyn Fn(String) -> String| {
+        with_headers(&layer, |table, headers| {
+            *headers = change(String::from_utf8(std::mem::take(headers)).unwrap()).into_bytes();
+            table["tarSplitDigest"] = json!(digest(&frame(headers)));
+        })
+    };
+    // Another owner, another order, or a file less.
+    let owner = bound(&|text| text.replacen("MDAwMDAwNw", "MDAwMDAwNg", 1));
+    let lines = |text: String| text.lines().map(String::from).collect::<Vec<_>>();
+    let order = bound(&|text| {
+        let mut lines = lines(text);
+        lines.swap(0, 2);
+        lines.join("\n")
+    });
+    let less = bound(&|text| {
+        let mut lines = lines(text);
+        let large = lines.iter().position(|line| line.contains("lib/zeros")).unwrap();
+        lines.remove(large);
+        lines.join("\n")
+    });
+    let other_digest = with_headers(&layer, |table, _| table["tarSplitDigest"] = json!(digest(b"other")));
+    for (what, packed, text) in [
+        ("owner", owner, "put together by its table"),
+        ("order", order, "put together by its table"),
+        ("less", less, "other contents than the table"),
+        ("no JSON", bound(&|_| "no JSON".into()), "copy of the headers"),
+        ("digest", other_digest, "copy of the headers: digest is"),
+    ] {
+        let (pulled, said, _) = pull_second(packed, |_, _, _| None);
+        assert!(said.contains(text) && said.contains("whole") && said.lines().count() == 1, "{what}: {said}");
+        assert_whole(what, &pulled, size);
+    }
+}
+
+#[test]
 fn a_store_without_images_and_small_layers_ask_for_no_table() {
     let first = image_with(chunked(&layer(1)));
     let (host, server) = (Host::new(), serves([&first, &first]));
@@ -194,10 +255,10 @@ fn odd_tables() -> Vec<(&'static str, Packed, &'static str)> {
     numbers[2] = "100";
     other_size.annotations.insert(POSITION.into(), numbers.join(":"));
     vec![
-        ("another digest", other_bytes, "its table of contents: digest is"),
+        ("another digest", other_bytes, "table of contents: digest is"),
         ("another size", other_size, "another size"),
-        ("no JSON", with_table(&layer, b"not JSON"), "table of contents"),
-        ("a count that is huge", with_table(&layer, b"{\"version\":1e99,\"entries\":[]}"), "table of contents"),
+        ("no JSON", with_table(&layer, b"not JSON", &[]), "table of contents"),
+        ("a count that is huge", with_table(&layer, b"{\"version\":1e99,\"entries\":[]}", &[]), "table of contents"),
         ("version", bent(&layer, |table| table["version"] = json!(2)), "version 2"),
         ("outside", change("again", "endOffset", json!(1u64 << 50)), "content at"),
         ("backwards", change("again", "endOffset", json!(1)), "content at"),

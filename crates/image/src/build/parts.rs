@@ -39,32 +39,37 @@ impl Parts {
         self.file.write_all_at(bytes, at).at("a layer's parts")
     }
 
+    /// Where the byte `at` of the packed layer is in the file. It is in a range of the plan.
+    fn place(&self, at: u64) -> u64 {
+        let before = self.plan.ranges.iter().take_while(|range| range.end <= at).map(|range| range.end - range.start);
+        let range = self.plan.ranges.iter().find(|range| range.contains(&at));
+        before.sum::<u64>() + range.map_or(0, |range| at - range.start)
+    }
+
     /// The unpacked layer.
     pub(super) fn reader<'a>(&'a self, build: &'a Build, limits: Limits) -> impl Read + 'a {
-        Reader { build, file: &self.file, limits, pieces: self.plan.pieces.iter(), at: 0, now: None }
+        Reader { build, parts: self, limits, pieces: self.plan.pieces.iter(), now: None }
     }
 }
 
 /// Reads piece after piece.
 struct Reader<'a, 'b> {
     build: &'a Build<'b>,
-    file: &'a File,
+    parts: &'a Parts,
     limits: Limits,
     pieces: std::slice::Iter<'a, Piece>,
-    /// Where the next range is in the file.
-    at: u64,
     now: Option<Box<dyn Read + 'a>>,
 }
 
-impl Reader<'_, '_> {
-    fn open(&mut self, piece: &Piece) -> Result<Box<dyn Read>> {
+impl<'a> Reader<'a, '_> {
+    fn open(&self, piece: &'a Piece) -> Result<Box<dyn Read + 'a>> {
         match piece {
+            Piece::Bytes(bytes) => Ok(Box::new(&bytes[..])),
             Piece::Object(digest) => Ok(Box::new(self.build.open_object(digest)?)),
             Piece::Packed(range) => {
-                let from = self.at;
-                self.at += range.end - range.start;
-                let file = self.file.try_clone().at("a layer's parts")?;
-                unpack(Section { file, left: from..self.at }, self.limits)
+                let place = self.parts.place(range.start);
+                let left = place..place + (range.end - range.start);
+                unpack(Section { file: &self.parts.file, left }, self.limits)
             }
         }
     }
@@ -86,12 +91,12 @@ impl Read for Reader<'_, '_> {
 }
 
 /// A range of a file.
-struct Section {
-    file: File,
+struct Section<'a> {
+    file: &'a File,
     left: Range<u64>,
 }
 
-impl Read for Section {
+impl Read for Section<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let most = (self.left.end - self.left.start).min(buffer.len() as u64) as usize;
         let count = self.file.read_at(&mut buffer[..most], self.left.start)?;

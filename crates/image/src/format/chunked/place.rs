@@ -1,11 +1,13 @@
 //! Where the table of contents of a layer is, by the layer's annotations in the manifest.
 
+use super::table::Table;
 use crate::config::Limits;
 use crate::digest::Digest;
 use crate::error::{Error, Result, input};
 use crate::format::decompress::unpack;
 use std::collections::HashMap;
 use std::io::Read;
+use std::ops::Range;
 
 /// What the annotations' names begin with: today, and in images that containers/storage wrote until 2022.
 const PREFIXES: [&str; 2] = ["io.github.containers.zstd-chunked", "io.containers.zstd-chunked"];
@@ -27,6 +29,8 @@ pub struct TablePlace {
     pub bytes: u64,
     /// The digest of the packed table.
     pub digest: Digest,
+    /// The packed and the unpacked bytes of the copy of the archive's headers, in the frame after the table.
+    pub headers: Option<(u64, u64)>,
 }
 
 impl TablePlace {
@@ -35,16 +39,33 @@ impl TablePlace {
     pub fn find(annotations: &HashMap<String, String>, size: u64) -> Option<Self> {
         let of = |prefix: &str| {
             let value = |name: &str| annotations.get(&format!("{prefix}.{name}"));
-            Some((value("manifest-position")?, value("manifest-checksum")?))
+            Some((value("manifest-position")?, value("manifest-checksum")?, value("tarsplit-position")))
         };
-        let (position, checksum) = PREFIXES.iter().find_map(|prefix| of(prefix))?;
-        let numbers: Option<Vec<u64>> = position.split(':').map(|number| number.parse().ok()).collect();
-        let [offset, packed_bytes, bytes, 1] = numbers?[..] else { return None };
+        let (position, checksum, headers) = PREFIXES.iter().find_map(|prefix| of(prefix))?;
+        let [offset, packed_bytes, bytes, 1] = numbers(position)?[..] else { return None };
         let is_inside = offset >= FRAME_HEAD && offset.checked_add(packed_bytes)? <= size;
         if !is_inside || packed_bytes == 0 || packed_bytes.max(bytes) > TABLE_MAX {
             return None;
         }
-        Some(Self { offset, packed_bytes, bytes, digest: Digest::parse(checksum).ok()? })
+        let headers = headers.and_then(|headers| match numbers(headers)?[..] {
+            [begin, packed, bytes] => {
+                let is_next = begin == offset + packed_bytes + FRAME_HEAD && begin.checked_add(packed)? <= size;
+                (is_next && packed > 0 && packed.max(bytes) <= TABLE_MAX).then_some((packed, bytes))
+            }
+            _ => None,
+        });
+        Some(Self { offset, packed_bytes, bytes, digest: Digest::parse(checksum).ok()?, headers })
+    }
+
+    /// The bytes of the packed layer with the table, and the copy of the headers if there is one.
+    pub fn range(&self) -> Range<u64> {
+        let table_end = self.offset + self.packed_bytes;
+        self.offset..self.headers.map_or(table_end, |(packed, _)| table_end + FRAME_HEAD + packed)
+    }
+
+    /// Bytes of table and headers when unpacked.
+    pub fn bytes_in_all(&self) -> u64 {
+        self.bytes + self.headers.map_or(0, |(_, bytes)| bytes)
     }
 
     /// Where the frames of the archive end in the packed layer.
@@ -52,23 +73,45 @@ impl TablePlace {
         self.offset - FRAME_HEAD
     }
 
-    /// Unpacks the table, of which `packed` are the packed bytes.
+    /// Reads the table from `packed`, the bytes of [`TablePlace::range`].
     ///
     /// # Errors
-    /// Another digest or size than the manifest says.
-    pub fn unpack(&self, packed: &[u8], what: &str) -> Result<Vec<u8>> {
-        let found = Digest::of(packed);
-        if found != self.digest {
-            let what = format!("{what}: its table of contents");
-            return Err(Error::Digest { what, expected: self.digest.to_string(), found: found.to_string() });
-        }
-        let mut table = Vec::new();
-        let read = unpack(packed, Limits::default())?.take(self.bytes + 1).read_to_end(&mut table);
-        if read.map_err(|error| input!("{what}: its table of contents: {error}"))? as u64 != self.bytes {
-            return Err(input!("{what}: its table of contents has another size than the manifest says"));
+    /// Another digest or size than the manifest says; a table that cannot be used.
+    pub fn read(&self, packed: &[u8]) -> Result<Table> {
+        let short = || input!("table of contents: it is cut off");
+        let (table, rest) = packed.split_at_checked(self.packed_bytes as usize).ok_or_else(short)?;
+        check("table of contents", table, self.digest)?;
+        let mut table = Table::parse(&unpacked(table, self.bytes)?, self.archive_end())?;
+        if let (Some((packed, bytes)), Some(digest)) = (self.headers, table.headers_digest()) {
+            let headers = rest.get(FRAME_HEAD as usize..).filter(|headers| headers.len() as u64 == packed);
+            let headers = headers.ok_or_else(short)?;
+            check("copy of the headers", headers, digest)?;
+            table.add_headers(&unpacked(headers, bytes)?)?;
         }
         Ok(table)
     }
+}
+
+fn numbers(text: &str) -> Option<Vec<u64>> {
+    text.split(':').map(|number| number.parse().ok()).collect()
+}
+
+fn check(what: &str, bytes: &[u8], digest: Digest) -> Result<()> {
+    let found = Digest::of(bytes);
+    if found == digest {
+        return Ok(());
+    }
+    Err(Error::Digest { what: what.into(), expected: digest.to_string(), found: found.to_string() })
+}
+
+/// Unpacks exactly `size` bytes.
+fn unpacked(packed: &[u8], size: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let read = unpack(packed, Limits::default())?.take(size + 1).read_to_end(&mut bytes);
+    if read.map_err(|error| input!("table of contents: {error}"))? as u64 != size {
+        return Err(input!("table of contents: it has another size than the manifest says"));
+    }
+    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -103,6 +146,25 @@ mod tests {
         }
         assert_eq!(find(PREFIXES[0], "500:100:300:1", ""), None);
         assert_eq!(find(PREFIXES[0], "500:100:300:1", "sha512:00"), None);
+        // The copy of the headers follows the table, or is not used.
+        for (headers, found) in [
+            ("608:50:70", Some((50, 70))),
+            ("609:50:70", None),
+            ("608:393:70", None),
+            ("608:50", None),
+            ("608:0:70", None),
+        ] {
+            let name = |end| format!("{}.{end}", PREFIXES[0]);
+            let place = TablePlace::find(
+                &HashMap::from([
+                    (name("manifest-position"), "500:100:300:1".into()),
+                    (name("manifest-checksum"), digest.clone()),
+                    (name("tarsplit-position"), headers.into()),
+                ]),
+                1000,
+            );
+            assert_eq!(place.unwrap().headers, found, "{headers}");
+        }
         let alone = HashMap::from([(format!("{}.manifest-position", PREFIXES[0]), "500:100:300:1".to_string())]);
         assert_eq!(TablePlace::find(&alone, 1000), None);
     }

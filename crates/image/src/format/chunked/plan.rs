@@ -1,16 +1,18 @@
 //! How a layer is put together from a few ranges of its packed form and contents that the store has.
 
+use super::headers::Segment;
 use super::table::{Content, Table};
 use crate::digest::Digest;
+use std::collections::HashSet;
 use std::ops::Range;
 
-/// Fewest packed bytes of a content that are left out: each content that is left out costs one more request.
-const LEFT_OUT_MIN: u64 = 16 << 10;
+/// Fewest bytes between two ranges: fewer come with them, for a request takes longer.
+const GAP_MIN: u64 = 16 << 10;
 
 /// Most ranges of a layer.
 const RANGES_MAX: usize = 256;
 
-/// A layer is read by parts only if at least one of so many of its packed bytes is left out.
+/// A layer is read in parts only if at least one of so many of its packed bytes is left out.
 const WORTH: u64 = 8;
 
 /// The next bytes of an unpacked layer.
@@ -20,6 +22,8 @@ pub enum Piece {
     Packed(Range<u64>),
     /// An object of the store.
     Object(Digest),
+    /// These.
+    Bytes(Vec<u8>),
 }
 
 /// How a layer is put together.
@@ -27,6 +31,8 @@ pub enum Piece {
 pub struct Plan {
     /// The pieces, in the order of the archive.
     pub pieces: Vec<Piece>,
+    /// The ranges of the packed layer that hold all packed pieces, in their order. They do not overlap.
+    pub ranges: Vec<Range<u64>>,
     /// Contents that come from the store.
     pub contents: u64,
     /// Bytes of the packed layer that are not needed.
@@ -34,43 +40,72 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans to leave out the contents of `table` that `is_known`, in the order of [`Table::contents`]. `None` if that is not
-    /// worthwhile.
-    pub fn new(table: &Table, is_known: &[bool]) -> Option<Self> {
-        let length = |content: &&Content| content.packed.end - content.packed.start;
-        let known = table.contents().iter().zip(is_known).filter(|(_, is_known)| **is_known);
-        let mut left_out: Vec<&Content> =
-            known.map(|(content, _)| content).filter(|content| length(content) >= LEFT_OUT_MIN).collect();
-        if left_out.len() >= RANGES_MAX {
-            left_out.sort_by_key(|content| std::cmp::Reverse(length(content)));
-            left_out.truncate(RANGES_MAX - 1);
-            left_out.sort_by_key(|content| content.packed.start);
-        }
-        let bytes_left_out: u64 = left_out.iter().map(length).sum();
-        if bytes_left_out == 0 || bytes_left_out < table.archive_end() / WORTH {
-            return None;
-        }
-        let (mut pieces, mut at) = (Vec::with_capacity(2 * left_out.len() + 1), 0);
-        for content in &left_out {
-            if content.packed.start > at {
-                pieces.push(Piece::Packed(at..content.packed.start));
+    /// Plans to take the contents of `table` that `is_known` from the store, in the order of [`Table::contents`]. `None` if
+    /// that is not worthwhile.
+    pub fn new(table: Table, is_known: &[bool]) -> Option<Self> {
+        let Table { contents, archive_end, segments, .. } = table;
+        let mut pieces = Vec::new();
+        let content = |(content, is_known): (Content, &bool)| match is_known {
+            true => Piece::Object(content.digest),
+            false => Piece::Packed(content.packed),
+        };
+        let mut contents = contents.into_iter().zip(is_known);
+        if let Some(segments) = segments {
+            for segment in segments {
+                match segment {
+                    Segment::Bytes(bytes) => push(&mut pieces, Piece::Bytes(bytes)),
+                    Segment::Content => push(&mut pieces, content(contents.next()?)),
+                }
             }
-            pieces.push(Piece::Object(content.digest));
-            at = content.packed.end;
+        } else {
+            let mut at = 0;
+            for next in contents {
+                let Range { start, end } = next.0.packed;
+                push(&mut pieces, Piece::Packed(at..start));
+                push(&mut pieces, content(next));
+                at = end;
+            }
+            push(&mut pieces, Piece::Packed(at..archive_end));
         }
-        if table.archive_end() > at {
-            pieces.push(Piece::Packed(at..table.archive_end()));
-        }
-        Some(Self { pieces, contents: left_out.len() as u64, bytes_left_out })
+        let ranges = ranges(&pieces);
+        let bytes_left_out = archive_end - ranges.iter().map(|range| range.end - range.start).sum::<u64>();
+        let contents = pieces.iter().filter(|piece| matches!(piece, Piece::Object(_))).count() as u64;
+        let is_worthwhile = contents > 0 && bytes_left_out > 0 && bytes_left_out >= archive_end / WORTH;
+        is_worthwhile.then_some(Self { pieces, ranges, contents, bytes_left_out })
     }
+}
 
-    /// The ranges of the packed layer that are needed, in their order. They do not overlap.
-    pub fn ranges(&self) -> impl Iterator<Item = &Range<u64>> {
-        self.pieces.iter().filter_map(|piece| match piece {
-            Piece::Packed(range) => Some(range),
-            Piece::Object(_) => None,
-        })
+/// Adds a piece, to the one before it where frames follow each other.
+fn push(pieces: &mut Vec<Piece>, piece: Piece) {
+    match (pieces.last_mut(), piece) {
+        (_, Piece::Packed(next)) if next.is_empty() => {}
+        (Some(Piece::Packed(last)), Piece::Packed(next)) if last.end == next.start => last.end = next.end,
+        (_, piece) => pieces.push(piece),
     }
+}
+
+/// The ranges that hold all packed pieces: they end where the largest gaps are.
+fn ranges(pieces: &[Piece]) -> Vec<Range<u64>> {
+    let packed = || {
+        pieces.iter().filter_map(|piece| match piece {
+            Piece::Packed(range) => Some(range),
+            _ => None,
+        })
+    };
+    // Each gap that is large enough, with its end.
+    let mut gaps: Vec<(u64, u64)> =
+        packed().zip(packed().skip(1)).map(|(one, next)| (next.start - one.end, next.start)).collect();
+    gaps.retain(|(gap, _)| *gap >= GAP_MIN);
+    gaps.sort_unstable_by_key(|&gap| std::cmp::Reverse(gap));
+    let begins: HashSet<u64> = gaps.into_iter().take(RANGES_MAX - 1).map(|(_, begin)| begin).collect();
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for range in packed() {
+        match ranges.last_mut() {
+            Some(last) if !begins.contains(&range.start) => last.end = range.end,
+            _ => ranges.push(range.clone()),
+        }
+    }
+    ranges
 }
 
 #[cfg(test)]
@@ -87,9 +122,12 @@ mod tests {
         Table::parse(json!({ "version": 1, "entries": entries }).to_string().as_bytes(), end)
     }
 
-    #[test]
-    fn known_contents_that_are_large_enough_are_left_out() {
-        let digest = |name: &str| Digest::of(name.as_bytes());
+    fn digest(name: &str) -> Digest {
+        Digest::of(name.as_bytes())
+    }
+
+    /// Two large contents, and a small one between them.
+    fn three() -> Table {
         // In any order; what is no file, and what has no end, is left as it is.
         let entries = [
             entry("b", 120_000..200_000),
@@ -100,47 +138,80 @@ mod tests {
             json!({ "type": "reg", "name": "empty", "digest": "" }),
             json!({ "type": "reg", "name": "no end", "size": 7, "offset": 150_000 }),
         ];
-        let table = table(&entries, 200_050).unwrap();
-        let names: Vec<Digest> = table.contents().iter().map(|content| content.digest).collect();
+        table(&entries, 200_050).unwrap()
+    }
+
+    #[test]
+    fn known_contents_are_left_out() {
+        let names: Vec<Digest> = three().contents().iter().map(|content| content.digest).collect();
         assert_eq!(names, [digest("a"), digest("small"), digest("b")]);
-        let plan = Plan::new(&table, &[true; 3]).unwrap();
+        let plan = Plan::new(three(), &[true; 3]).unwrap();
         let pieces = [
             Piece::Packed(0..100),
             Piece::Object(digest("a")),
-            Piece::Packed(100_000..120_000),
+            Piece::Packed(100_000..100_200),
+            Piece::Object(digest("small")),
+            Piece::Packed(100_900..120_000),
             Piece::Object(digest("b")),
             Piece::Packed(200_000..200_050),
         ];
-        assert_eq!(plan, Plan { pieces: pieces.into(), contents: 2, bytes_left_out: 179_900 });
-        assert_eq!(plan.ranges().count(), 3);
-        assert_eq!(Plan::new(&table, &[false, true, false]), None, "700 bytes are not worth a request");
-        assert_eq!(Plan::new(&table, &[false; 3]), None);
-        // Less than an eighth.
-        let wide =
-            Table::parse(json!({ "version": 1, "entries": [entry("a", 0..100_000)] }).to_string().as_bytes(), 800_001);
-        assert!(Plan::new(&wide.unwrap(), &[true]).is_some());
-        let wide =
-            Table::parse(json!({ "version": 1, "entries": [entry("a", 0..99_999)] }).to_string().as_bytes(), 800_001);
-        assert_eq!(Plan::new(&wide.unwrap(), &[true]), None);
+        // The small content comes with the headers around it.
+        let ranges = vec![0..100, 100_000..120_000, 200_000..200_050];
+        assert_eq!(plan, Plan { pieces: pieces.into(), ranges, contents: 3, bytes_left_out: 179_900 });
+        let plan = Plan::new(three(), &[true, false, false]).unwrap();
+        let pieces = [Piece::Packed(0..100), Piece::Object(digest("a")), Piece::Packed(100_000..200_050)];
+        assert_eq!((&plan.pieces[..], plan.contents), (&pieces[..], 1));
+        assert_eq!(Plan::new(three(), &[false, true, false]), None, "700 bytes are not worth a request");
+        assert_eq!(Plan::new(three(), &[false; 3]), None);
+    }
+
+    #[test]
+    fn with_a_copy_of_the_headers_only_unknown_contents_are_fetched() {
+        let text = r#"{"type":2,"payload":"b25l"} {"type":1,"size":100000} {"type":2,"payload":"dHdv"}
+            {"type":1,"size":100000} {"type":1,"size":100000} {"type":2,"payload":"ZW5k"}"#;
+        let with_headers = || {
+            let mut table = three();
+            table.add_headers(text.as_bytes()).unwrap();
+            table
+        };
+        let plan = Plan::new(with_headers(), &[true, false, true]).unwrap();
+        let bytes = |text: &[u8]| Piece::Bytes(text.to_vec());
+        let (a, small, b) = (Piece::Object(digest("a")), Piece::Packed(100_200..100_900), Piece::Object(digest("b")));
+        assert_eq!(plan.pieces, [bytes(b"one"), a, bytes(b"two"), small, b, bytes(b"end")]);
+        assert_eq!((plan.ranges.len(), &plan.ranges[0], plan.bytes_left_out), (1, &(100_200..100_900), 199_350));
+        let all = Plan::new(with_headers(), &[true; 3]).unwrap();
+        assert_eq!((all.ranges.len(), all.bytes_left_out), (0, 200_050));
+        assert_eq!(Plan::new(with_headers(), &[false; 3]), None);
+    }
+
+    #[test]
+    fn less_than_an_eighth_is_not_worthwhile() {
+        for (end, is_worthwhile) in [(100_000, true), (99_999, false)] {
+            let table = table(&[entry("a", 0..end)], 800_001).unwrap();
+            assert_eq!(Plan::new(table, &[true]).is_some(), is_worthwhile);
+        }
     }
 
     #[test]
     fn only_so_many_ranges_are_asked_for() {
-        // Every third one is larger.
-        let entries: Vec<_> = (0..900u64)
-            .map(|number| entry(&number.to_string(), number * 40_000..number * 40_000 + 20_000 + number % 3 * 1000))
+        // Many of them are equal.
+        let sizes = |number: u64| 20_000 + number / 400 * 5_000;
+        let entries: Vec<_> = (0..900)
+            .map(|number| entry(&number.to_string(), number * 40_000..number * 40_000 + sizes(number)))
             .collect();
-        let table = table(&entries, 40_000_000).unwrap();
-        let plan = Plan::new(&table, &[true; 900]).unwrap();
-        assert_eq!(plan.contents, 255);
-        assert!(plan.ranges().count() <= RANGES_MAX);
-        assert_eq!(plan.bytes_left_out, 255 * 22_000);
-        let mut at = 0;
-        for range in plan.ranges() {
-            assert!(range.start >= at && range.end > range.start);
-            at = range.end;
+        let plan = Plan::new(table(&entries, 40_000_000).unwrap(), &[true; 900]).unwrap();
+        assert_eq!(plan.contents, 900);
+        // The largest gaps are left out, and what is before the first range.
+        assert_eq!(plan.ranges.len(), RANGES_MAX);
+        assert_eq!(plan.bytes_left_out, sizes(0) + 100 * sizes(800) + 155 * sizes(400));
+        assert!(plan.ranges.windows(2).all(|pair| pair[0].end + GAP_MIN <= pair[1].start));
+        let packed = plan.pieces.iter().filter_map(|piece| match piece {
+            Piece::Packed(range) => Some(range),
+            _ => None,
+        });
+        for piece in packed {
+            assert!(plan.ranges.iter().any(|range| range.start <= piece.start && piece.end <= range.end));
         }
-        assert_eq!(at, 40_000_000);
     }
 
     #[test]
@@ -151,12 +222,13 @@ mod tests {
         assert!(overlap.contains("overlap"), "{overlap}");
         let twice = table(&[entry("a", 10..100), entry("a", 10..100)], 200).unwrap_err().to_string();
         assert!(twice.contains("overlap"), "{twice}");
-        let mut odd = [entry("a", 100..10), entry("a", 0..10), entry("a", 0..10), entry("a", 0..10)];
+        let mut odd = [(); 4].map(|()| entry("a", 0..10));
+        odd[0]["offset"] = json!(11);
         odd[1]["digest"] = "sha256:0".into();
         odd[2]["offset"] = json!(-1);
         odd[3]["size"] = json!(1e300);
         for odd in odd {
-            assert!(table(&[odd.clone()], 200).is_err(), "{odd}");
+            assert!(table(std::slice::from_ref(&odd), 200).is_err(), "{odd}");
         }
         for document in ["", "[]", "{}", r#"{"version":2,"entries":[]}"#, r#"{"version":1}"#] {
             assert!(Table::parse(document.as_bytes(), 200).is_err(), "{document}");

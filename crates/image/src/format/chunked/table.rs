@@ -1,14 +1,18 @@
 //! The table of contents: which frames of a packed layer hold which content.
 
+use super::headers::{self, Segment};
 use crate::digest::Digest;
 use crate::error::{Result, input};
 use serde::Deserialize;
 use std::ops::Range;
 
 #[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
 struct Document {
     version: u64,
     entries: Vec<Entry>,
+    /// The digest of the packed copy of the headers.
+    tar_split_digest: Option<String>,
 }
 
 /// An entry of the table. Its name and metadata are not read: the archive's headers have them.
@@ -42,9 +46,12 @@ pub struct Content {
 #[derive(Clone, Debug)]
 pub struct Table {
     /// The contents in the order of the layer. They do not overlap.
-    contents: Vec<Content>,
+    pub(super) contents: Vec<Content>,
     /// Where the archive's frames end.
-    archive_end: u64,
+    pub(super) archive_end: u64,
+    headers_digest: Option<Digest>,
+    /// The archive without its contents, if there is a copy of its headers.
+    pub(super) segments: Option<Vec<Segment>>,
 }
 
 impl Table {
@@ -75,7 +82,8 @@ impl Table {
         if let Some([one, next]) = overlap {
             return Err(input!("table of contents: contents at {:?} and {:?} overlap", one.packed, next.packed));
         }
-        Ok(Self { contents, archive_end })
+        let headers_digest = document.tar_split_digest.map(|digest| Digest::parse(&digest)).transpose()?;
+        Ok(Self { contents, archive_end, headers_digest, segments: None })
     }
 
     /// The contents, in the order of the layer.
@@ -83,8 +91,17 @@ impl Table {
         &self.contents
     }
 
-    /// Where the archive's frames end.
-    pub fn archive_end(&self) -> u64 {
-        self.archive_end
+    /// The digest of the packed copy of the headers.
+    pub(super) fn headers_digest(&self) -> Option<Digest> {
+        self.headers_digest
+    }
+
+    /// Takes over the unpacked copy of the headers.
+    ///
+    /// # Errors
+    /// Another format; other contents than the table has.
+    pub fn add_headers(&mut self, text: &[u8]) -> Result<()> {
+        self.segments = Some(headers::parse(text, &self.contents)?);
+        Ok(())
     }
 }

@@ -1,0 +1,92 @@
+//! The copy of an archive's headers behind the table, in the form of tar-split: JSON documents one after another, each with
+//! bytes of the archive, or for the content of a file.
+
+use super::table::Content;
+use crate::error::{Result, input};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde::Deserialize;
+use std::borrow::Cow;
+
+/// A document of the copy.
+#[derive(Deserialize)]
+struct Document<'a> {
+    #[serde(rename = "type")]
+    kind: u32,
+    #[serde(default)]
+    size: u64,
+    #[serde(borrow, default)]
+    payload: Option<Cow<'a, str>>,
+}
+
+const CONTENT: u32 = 1;
+const BYTES: u32 = 2;
+
+/// The next bytes of an archive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Segment {
+    /// These: headers and padding.
+    Bytes(Vec<u8>),
+    /// The next of the table's contents.
+    Content,
+}
+
+/// Reads the copy that is unpacked to `text`. `contents` are those of the table, which the copy must have too.
+///
+/// # Errors
+/// Another format; other contents.
+pub(super) fn parse(text: &[u8], contents: &[Content]) -> Result<Vec<Segment>> {
+    let (mut segments, mut sizes) = (Vec::new(), contents.iter().map(|content| content.size));
+    for document in serde_json::Deserializer::from_slice(text).into_iter::<Document>() {
+        let document = document.map_err(|error| input!("copy of the headers: {error}"))?;
+        match document.kind {
+            // Every file has one, also if it is empty, a link or a directory.
+            CONTENT if document.size == 0 => {}
+            CONTENT if sizes.next() == Some(document.size) => segments.push(Segment::Content),
+            BYTES => {
+                let payload = document.payload.unwrap_or_default();
+                let bytes = STANDARD.decode(&*payload).map_err(|error| input!("copy of the headers: {error}"))?;
+                match segments.last_mut() {
+                    Some(Segment::Bytes(before)) => before.extend(bytes),
+                    _ => segments.push(Segment::Bytes(bytes)),
+                }
+            }
+            _ => return Err(input!("copy of the headers: it has other contents than the table")),
+        }
+    }
+    if sizes.next().is_some() {
+        return Err(input!("copy of the headers: it has fewer contents than the table"));
+    }
+    Ok(segments)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::digest::Digest;
+
+    #[test]
+    fn a_copy_has_the_contents_of_the_table_and_no_others() {
+        let content = |size| Content { digest: Digest::of(b""), size, packed: size..size + 1 };
+        let contents = [content(5), content(7)];
+        let text = r#"{"type":2,"payload":"aGVhZA==","position":0}
+            {"type":1,"name":"dir","payload":null,"position":1}
+            {"type":2,"payload":"ZXI=","position":2}
+            {"type":1,"name":"a","size":5,"payload":"AAAAAAAAAAA=","position":3}
+            {"type":1,"name_raw":"/w==","size":7,"payload":"AAAAAAAAAAA=","position":4}
+            {"type":2,"payload":"ZW5k","position":5}"#;
+        let bytes = |text: &[u8]| Segment::Bytes(text.to_vec());
+        let expected = [bytes(b"header"), Segment::Content, Segment::Content, bytes(b"end")];
+        assert_eq!(parse(text.as_bytes(), &contents).unwrap(), expected);
+        for (contents, text) in [
+            (&contents[..1], text.to_string()),
+            (&contents[1..], text.into()),
+            (&[content(5), content(7), content(1)], text.into()),
+            (&contents, text.replace("\"type\":2", "\"type\":3")),
+            (&contents, text.replace("ZXI=", "Z?")),
+            (&contents, text[..text.len() - 3].into()),
+        ] {
+            assert!(parse(text.as_bytes(), contents).is_err(), "{text}");
+        }
+    }
+}
