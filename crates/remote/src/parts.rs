@@ -30,7 +30,8 @@ const TABLE_SHARE: u64 = 4;
 /// Most bytes of all tables of a pull, unpacked: they stay in memory until the layers are planned.
 const TABLES_MAX: u64 = 128 << 20;
 
-/// Plans parts for those of `layers` that have a table and of which the store has enough. Adds the bytes that come to `moved`.
+/// Plans parts for those of `layers` that have a table and of which the store has enough. Adds the bytes that come to
+/// `moved`.
 ///
 /// # Errors
 /// No connection; the system's.
@@ -161,8 +162,8 @@ pub async fn fetch(registry: &Registry, digest: Digest, parts: &Parts, progress:
     Ok((false, moved.load(Relaxed)))
 }
 
-/// Brings a range of the blob `digest`. `sink` gets each piece with its place in the range. Returns false if the registry does
-/// not send ranges, or not this one.
+/// Brings a range of the blob `digest`. `sink` gets each piece with its place in the range. Returns false if the registry
+/// does not send ranges, or not this one.
 async fn bring(
     registry: &Registry,
     digest: Digest,

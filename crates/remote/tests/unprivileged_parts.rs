@@ -88,8 +88,8 @@ fn ranges(server: &Server) -> Vec<String> {
     ranges.filter(|range| !range.ends_with('-')).map(String::from).collect()
 }
 
-/// Pulls version 2 with `packed` as its layer from a registry that answers requests for that layer by `other`, where that has
-/// an answer. The image must be the same as by the whole layer. Returns the report and what was said.
+/// Pulls version 2 with `packed` as its layer from a registry that answers requests for that layer by `other`, where that
+/// has an answer. The image must be the same as by the whole layer. Returns the report and what was said.
 fn pull_second(
     packed: Packed,
     other: impl Fn(&[u8], &Request, usize) -> Option<Answer> + Send + Sync + 'static,

@@ -195,8 +195,10 @@ fn apply_packed(
     })
 }
 
-/// Applies a layer that is put together from parts. Returns what it used of the limits; `None`, with `tree` and `omissions` as
-/// they were, if the parts are not the layer: only its digest proves that they are, and it comes last.
+/// Applies a layer that is put together from parts. Returns what it used of the limits.
+///
+/// Returns `None` if the parts are not the layer. Only the layer's digest proves that they are, and it comes last. Then
+/// `tree` and `omissions` are as they were.
 fn apply_parts(
     build: &Build,
     tree: &mut Tree,

@@ -101,7 +101,7 @@ impl Table {
     /// # Errors
     /// Another format; other contents than the table has.
     pub fn add_headers(&mut self, text: &[u8]) -> Result<()> {
-        self.segments = Some(headers::parse(text, &self.contents)?);
+        self.segments = Some(headers::parse(text, self.contents.iter().map(|content| content.size))?);
         Ok(())
     }
 }
