@@ -49,7 +49,8 @@ impl TablePlace {
         }
         let headers = headers.and_then(|headers| match numbers(headers)?[..] {
             [begin, packed, bytes] => {
-                let is_next = begin == offset + packed_bytes + FRAME_HEAD && begin.checked_add(packed)? <= size;
+                let is_next =
+                    begin.checked_sub(FRAME_HEAD)? == offset + packed_bytes && begin.checked_add(packed)? <= size;
                 (is_next && packed > 0 && packed.max(bytes) <= TABLE_MAX).then_some((packed, bytes))
             }
             _ => None,
@@ -165,6 +166,10 @@ mod tests {
             );
             assert_eq!(place.unwrap().headers, found, "{headers}");
         }
+        let far = [("manifest-position", "18446744073709551500:100:9:1"), ("tarsplit-position", "0:1:1")];
+        let all = far.into_iter().chain([("manifest-checksum", digest.as_str())]);
+        let all = all.map(|(end, value)| (format!("{}.{end}", PREFIXES[0]), value.to_string())).collect();
+        assert_eq!(TablePlace::find(&all, u64::MAX).unwrap().headers, None, "no sum is too large");
         let alone = HashMap::from([(format!("{}.manifest-position", PREFIXES[0]), "500:100:300:1".to_string())]);
         assert_eq!(TablePlace::find(&alone, 1000), None);
     }
