@@ -16,6 +16,7 @@ use pagefold_os::{PAGE_SIZE, Page, Range, ranges, sched};
 use pagefold_pool::{Fingerprint, PublishError, Published, Slot};
 use pagefold_protocol::message::RefusalReason;
 use std::collections::HashMap;
+use std::time::Duration;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -25,8 +26,10 @@ pub(super) const BLOCK_MIN: usize = 16;
 const STEP_PAGES: usize = 16 << 10;
 /// Runs at least this long are merged at once; shorter ones wait for the longest-first order.
 const RUN_AT_ONCE: u64 = 16;
-/// Looks at a content that another worker has claimed, with a turn for others after each: it copies a batch meanwhile.
-const CLAIM_LOOKS: usize = 200;
+/// A pause in which another worker may make the slots that it has claimed, and how many a batch has: it copies some
+/// thousand pages in so long. Pages that it has not done by then are looked up again.
+const CLAIM_PAUSE: Duration = Duration::from_micros(50);
+const CLAIM_PAUSES: usize = 100;
 /// Predictions are tried for at least this many pages.
 const PREDICT_MIN: u64 = 8;
 /// A run at least this long at the end of a batch is taken to go on: behind shorter ones small batches cost more than
@@ -195,9 +198,11 @@ impl Domain {
         self.lead_to_copies(&mut targets);
         let twins = without_forked(work, twins);
         let twins = self.affordable(work, twins, &targets);
-        targets.extend(self.publish_twins(work, &twins, pages));
+        // For claims of others it waits only with no claim of its own.
+        let mut pauses = CLAIM_PAUSES;
+        targets.extend(self.publish_twins(work, &twins, pages, &mut pauses));
         for (addr, fingerprint) in claimed {
-            match self.claimed_slot(fingerprint) {
+            match self.claimed_slot(fingerprint, &mut pauses) {
                 Some(slot) => targets.push((addr, Some(slot))),
                 None => remap::look_up_again(work, Range::pages_from(addr, 1)),
             }
@@ -238,20 +243,28 @@ impl Domain {
         }
     }
 
-    /// The slot that another worker made for a content, or is about to. `None` if it does not come soon, or did not come.
-    fn claimed_slot(&self, fingerprint: Fingerprint) -> Option<Slot> {
-        for _ in 0..CLAIM_LOOKS {
+    /// The slot that another worker made for a content, or makes within the `pauses` that are left.
+    fn claimed_slot(&self, fingerprint: Fingerprint, pauses: &mut usize) -> Option<Slot> {
+        loop {
             match self.index.get(fingerprint).map(IndexEntry::from_value)? {
                 IndexEntry::Slot(slot) => return Some(slot),
-                IndexEntry::Candidate { .. } => return None,
-                IndexEntry::Claimed => std::thread::yield_now(),
+                IndexEntry::Claimed if *pauses > 0 => {
+                    *pauses -= 1;
+                    std::thread::sleep(CLAIM_PAUSE);
+                }
+                IndexEntry::Claimed | IndexEntry::Candidate { .. } => return None,
             }
         }
-        None
     }
 
     /// Gives each twin's content a slot, and tells the candidate that had it first.
-    fn publish_twins(&self, work: &mut Work, twins: &[Twin], pages: &[Page]) -> Vec<(u64, TargetSlot)> {
+    fn publish_twins(
+        &self,
+        work: &mut Work,
+        twins: &[Twin],
+        pages: &[Page],
+        pauses: &mut usize,
+    ) -> Vec<(u64, TargetSlot)> {
         let mut targets = Vec::with_capacity(twins.len());
         let mut notices = Vec::with_capacity(twins.len());
         // One content gets one slot, however often it stands here.
@@ -293,7 +306,7 @@ impl Domain {
             rest = &rest[taken..];
         }
         for twin in others {
-            if let Some(slot) = self.claimed_slot(twin.fingerprint) {
+            if let Some(slot) = self.claimed_slot(twin.fingerprint, pauses) {
                 firsts.insert(twin.fingerprint, First::Has(slot));
                 targets.push((twin.addr, Some(slot)));
             } else {
