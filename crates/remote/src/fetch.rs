@@ -8,7 +8,26 @@ use pagefold_image::progress::Progress;
 use pagefold_image::store::Download;
 
 /// A try that has brought so many bytes counts as the first one.
-pub const GAIN: u64 = 1 << 20;
+const GAIN: u64 = 1 << 20;
+
+/// The tries of one transfer that have failed.
+#[derive(Default)]
+pub struct FailedTries(u32);
+
+impl FailedTries {
+    /// Counts a try that has brought `gained` bytes and failed as `text` says, and waits for the next one.
+    ///
+    /// # Errors
+    /// That failure, if it was the last try.
+    pub async fn count(&mut self, gained: u64, text: String) -> Result<()> {
+        self.0 = if gained >= GAIN { 1 } else { self.0 + 1 };
+        if self.0 == TRIES {
+            return Err(Error::Passing(text));
+        }
+        tokio::time::sleep(pause(self.0 - 1)).await;
+        Ok(())
+    }
+}
 
 /// Brings the `size` bytes of `digest` into `download`, from where an earlier pull has ended. Returns how many bytes came.
 ///
@@ -47,18 +66,12 @@ async fn complete(
     download: &mut Download,
     progress: &Progress,
 ) -> Result<u64> {
-    let (mut moved, mut failed) = (0, 0);
+    let (mut moved, mut failed) = (0, FailedTries::default());
     while download.bytes() < size {
         let before = moved;
         match append(registry, (digest, size), download, &mut moved, progress).await {
             Ok(()) => break,
-            Err(Error::Passing(text)) => {
-                failed = if moved - before >= GAIN { 1 } else { failed + 1 };
-                if failed == TRIES {
-                    return Err(Error::Passing(text));
-                }
-                tokio::time::sleep(pause(failed - 1)).await;
-            }
+            Err(Error::Passing(text)) => failed.count(moved - before, text).await?,
             Err(error) => return Err(error),
         }
     }

@@ -3,8 +3,8 @@
 //! Whatever fails here that another try would not change leads to the whole layer: a table is a short cut.
 
 use crate::error::{Error, Result};
-use crate::fetch::GAIN;
-use crate::registry::{Registry, TRIES, pause};
+use crate::fetch::FailedTries;
+use crate::registry::Registry;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use pagefold_image::build::Build;
@@ -48,15 +48,11 @@ pub fn plan(
     if wanted.is_empty() || build.store().images()?.is_empty() {
         return Ok(all);
     }
-    for (layer, digest, table) in runtime.block_on(tables(registry, wanted, moved))? {
+    for (digest, table) in runtime.block_on(tables(registry, wanted, moved))? {
         let contents: Vec<(Digest, u64)> =
             table.contents().iter().map(|content| (content.digest, content.size)).collect();
         if let Some(plan) = Plan::new(table, &build.has_all(&contents)?) {
-            // The layer's second place in the image would need the whole layer.
-            let is_once = layers.iter().filter(|other| other.blob() == layer.blob()).count() == 1;
-            if is_once {
-                all.insert(digest, Parts::new(build, plan)?);
-            }
+            all.insert(digest, Parts::new(build, plan)?);
         }
     }
     Ok(all)
@@ -69,7 +65,10 @@ fn worthwhile<'l>(layers: &[&'l Layer]) -> Vec<(&'l Layer, Digest, &'l TablePlac
     for layer in layers {
         let (Some(place), Some((digest, size))) = (layer.table(), layer.blob()) else { continue };
         let range = place.range();
-        if size >= LAYER_MIN && range.end - range.start <= size / TABLE_SHARE && place.bytes_in_all() <= left {
+        // The layer's second place in the image would need the whole layer.
+        let is_once = layers.iter().filter(|other| other.blob() == layer.blob()).count() == 1;
+        if is_once && size >= LAYER_MIN && range.end - range.start <= size / TABLE_SHARE && place.bytes_in_all() <= left
+        {
             left -= place.bytes_in_all();
             wanted.push((*layer, digest, place));
         }
@@ -78,11 +77,11 @@ fn worthwhile<'l>(layers: &[&'l Layer]) -> Vec<(&'l Layer, Digest, &'l TablePlac
 }
 
 /// Fetches the tables, and reads those that can be used.
-async fn tables<'l>(
+async fn tables(
     registry: &Registry,
-    wanted: Vec<(&'l Layer, Digest, &TablePlace)>,
+    wanted: Vec<(&Layer, Digest, &TablePlace)>,
     moved: &mut u64,
-) -> Result<Vec<(&'l Layer, Digest, Table)>> {
+) -> Result<Vec<(Digest, Table)>> {
     let mut found = Vec::new();
     let count = AtomicU64::new(0);
     let mut coming = FuturesUnordered::new();
@@ -92,10 +91,10 @@ async fn tables<'l>(
             && let Some((layer, digest, place)) = wanted.next()
         {
             let count = &count;
-            coming.push(async move { (layer, digest, table(registry, layer, digest, place, count).await) });
+            coming.push(async move { (digest, table(registry, layer, digest, place, count).await) });
         }
         match coming.next().await {
-            Some((layer, digest, table)) => found.extend(table?.map(|table| (layer, digest, table))),
+            Some((digest, table)) => found.extend(table?.map(|table| (digest, table))),
             None => break,
         }
     }
@@ -171,7 +170,7 @@ async fn bring(
     moved: &AtomicU64,
     mut sink: impl FnMut(u64, &[u8]) -> Result<()>,
 ) -> Result<bool> {
-    let (mut at, mut failed) = (range.start, 0);
+    let (mut at, mut failed) = (range.start, FailedTries::default());
     loop {
         let before = at;
         let mut take = |place, piece: &[u8]| {
@@ -185,11 +184,7 @@ async fn bring(
             Err(Error::Passing(text)) => text,
             Err(error) => return Err(error),
         };
-        failed = if at - before >= GAIN { 1 } else { failed + 1 };
-        if failed == TRIES {
-            return Err(registry.name(Error::Passing(text)));
-        }
-        tokio::time::sleep(pause(failed - 1)).await;
+        failed.count(at - before, text).await.map_err(|error| registry.name(error))?;
     }
 }
 
