@@ -202,10 +202,8 @@ impl Domain {
         let mut pauses = CLAIM_PAUSES;
         targets.extend(self.publish_twins(work, &twins, pages, &mut pauses));
         for (addr, fingerprint) in claimed {
-            match self.claimed_slot(fingerprint, &mut pauses) {
-                Some(slot) => targets.push((addr, Some(slot))),
-                None => remap::look_up_again(work, Range::pages_from(addr, 1)),
-            }
+            let slot = self.claimed_slot(work, addr, fingerprint, &mut pauses);
+            targets.extend(slot.map(|slot| (addr, Some(slot))));
         }
         targets.sort_unstable_by_key(|(addr, _)| *addr);
         let runs = plan::runs(targets);
@@ -243,16 +241,20 @@ impl Domain {
         }
     }
 
-    /// The slot that another worker made for a content, or makes within the `pauses` that are left.
-    fn claimed_slot(&self, fingerprint: Fingerprint, pauses: &mut usize) -> Option<Slot> {
+    /// The slot that another worker made for the content of the page at `addr`, or makes within the `pauses` that are left.
+    /// Without one the page is looked up again.
+    fn claimed_slot(&self, work: &mut Work, addr: u64, fingerprint: Fingerprint, pauses: &mut usize) -> Option<Slot> {
         loop {
-            match self.index.get(fingerprint).map(IndexEntry::from_value)? {
-                IndexEntry::Slot(slot) => return Some(slot),
-                IndexEntry::Claimed if *pauses > 0 => {
+            match self.index.get(fingerprint).map(IndexEntry::from_value) {
+                Some(IndexEntry::Slot(slot)) => return Some(slot),
+                Some(IndexEntry::Claimed) if *pauses > 0 => {
                     *pauses -= 1;
                     std::thread::sleep(CLAIM_PAUSE);
                 }
-                IndexEntry::Claimed | IndexEntry::Candidate { .. } => return None,
+                _ => {
+                    remap::look_up_again(work, Range::pages_from(addr, 1));
+                    return None;
+                }
             }
         }
     }
@@ -306,11 +308,9 @@ impl Domain {
             rest = &rest[taken..];
         }
         for twin in others {
-            if let Some(slot) = self.claimed_slot(twin.fingerprint, pauses) {
+            if let Some(slot) = self.claimed_slot(work, twin.addr, twin.fingerprint, pauses) {
                 firsts.insert(twin.fingerprint, First::Has(slot));
                 targets.push((twin.addr, Some(slot)));
-            } else {
-                remap::look_up_again(work, Range::pages_from(twin.addr, 1));
             }
         }
         for twin in again {
