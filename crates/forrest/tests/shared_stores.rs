@@ -539,7 +539,7 @@ fn values_of_many_sizes_do_not_fill_a_store_early() {
         let (stats, file) = churn(&Name::new("sizes"), writers, keys, sizes, limit_mib);
         let most = stats.allocated_bytes * 3 / 2 + (writers << 16) + (1 << 20);
         assert!(stats.held_bytes <= most, "{writers} writers, at most {most}: {stats:?}");
-        // Thread records and tables come on top, and what was held at once while a thread that read an entry was not running:
+        // Thread records and tables come on top. So does what was retired while a thread that read an entry did not run:
         // free tiles keep their pages until all of their span is free.
         let huge = file.is_multiple_of(2 << 20);
         let most = most + stats.kept_bytes + (1 << 20);
