@@ -539,11 +539,10 @@ fn values_of_many_sizes_do_not_fill_a_store_early() {
         let (stats, file) = churn(&Name::new("sizes"), writers, keys, sizes, limit_mib);
         let most = stats.allocated_bytes * 3 / 2 + (writers << 16) + (1 << 20);
         assert!(stats.held_bytes <= most, "{writers} writers, at most {most}: {stats:?}");
-        // Thread records and tables come on top. So does what was retired while a thread that read an entry did not run:
-        // free tiles keep their pages until all of their span is free.
+        // Thread records, tables, and free tiles between runs come on top.
         let huge = file.is_multiple_of(2 << 20);
-        let most = most + stats.kept_bytes + (1 << 20);
-        assert!(huge || file <= most, "{writers} writers, at most {most}: the file has {file} bytes, {stats:?}");
+        assert!(huge || file <= most + (1 << 20), "{writers} writers, at most {most}: the file has {file} bytes");
+        assert!(huge || file < 12 << 20, "{writers} writers: the file has {file} bytes, {stats:?}");
     }
 }
 

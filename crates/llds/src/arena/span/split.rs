@@ -15,20 +15,34 @@ impl Inner {
     /// Claims free tiles, and cuts them for `class`. The slab is owned by `owner`.
     pub(super) fn own_slab(&self, owner: u64, class: usize) -> Result<Unit, Error> {
         loop {
-            for index in 0..self.fresh().div_ceil(64) {
-                let mut bits = self.hints(SPLIT_HINT, index).load(Ordering::Relaxed);
-                while bits != 0 {
-                    let span = index * 64 + bits.trailing_zeros() as usize;
-                    bits &= bits - 1;
-                    if let Some(head) = self.claim_tiles(span, SLAB_TILES[class], owner) {
-                        self.cut_slab(head, class, owner);
-                        return Ok(head);
-                    }
-                    self.hint_no_tiles(span);
-                }
+            if let Some(head) = self.find_slab(owner, class) {
+                return Ok(head);
             }
-            self.split_span(owner)?;
+            let span = self.claim_span(owner)?;
+            // Pages of a span take a while to come. All threads that found no tiles meanwhile would split one each.
+            if let Some(head) = self.find_slab(owner, class) {
+                self.make_free(Unit::from(span), owner, true);
+                return Ok(head);
+            }
+            self.split_span(span, owner)?;
         }
+    }
+
+    /// Claims free tiles of the spans that are split already, and cuts them for `class`.
+    fn find_slab(&self, owner: u64, class: usize) -> Option<Unit> {
+        for index in 0..self.fresh().div_ceil(64) {
+            let mut bits = self.hints(SPLIT_HINT, index).load(Ordering::Relaxed);
+            while bits != 0 {
+                let span = index * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                if let Some(head) = self.claim_tiles(span, SLAB_TILES[class], owner) {
+                    self.cut_slab(head, class, owner);
+                    return Some(head);
+                }
+                self.hint_no_tiles(span);
+            }
+        }
+        None
     }
 
     /// Claims `count` adjacent free tiles of a split span; they stay in state FREE, owned by `owner`.
@@ -139,9 +153,8 @@ impl Inner {
         }
     }
 
-    /// Claims a span and splits it.
-    fn split_span(&self, owner: u64) -> Result<(), Error> {
-        let span = self.claim_span(owner)?;
+    /// Splits a span that `owner` has claimed; makes it free where that fails.
+    fn split_span(&self, span: usize, owner: u64) -> Result<(), Error> {
         if let Err(error) = self.secure_tiles(span) {
             self.make_free(Unit::from(span), owner, true);
             return Err(error);
