@@ -1,10 +1,14 @@
 //! Which pages of a file are in the page cache.
 
 use crate::sys::{self, MappedFile, PAGE};
+use rustix::fs::Advice;
 use std::fs::{File, Metadata};
 use std::io;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
+use std::thread;
+use std::time::Duration;
 
 /// File system type of overlayfs, as statfs(2) tells it.
 const OVERLAYFS_MAGIC: rustix::fs::FsWord = 0x794c_7630;
@@ -52,16 +56,57 @@ pub(super) struct Look {
 /// Looks at a file of `size` bytes, of which the kernel tells this user what is in memory.
 pub(super) fn look(file: &File, size: u64) -> io::Result<Look> {
     let map = MappedFile::new(file, size)?;
-    let mut runs = Runs::new();
-    map.each_resident(|page| match runs.last_mut() {
-        Some(last) if last.end == page => last.end += 1,
-        _ => runs.push(page..page + 1),
-    })?;
+    let runs = resident_runs(&map)?;
     let frame = match runs.first() {
         Some(run) => map.frame(run.start)?,
         None => 0,
     };
     Ok(Look { runs, frame: (frame > 0).then_some(frame), borrowed: is_on_overlayfs(file)? })
+}
+
+/// The pages of the mapped file that are in memory.
+fn resident_runs(map: &MappedFile) -> io::Result<Runs> {
+    let mut runs = Runs::new();
+    map.each_resident(|page| match runs.last_mut() {
+        Some(last) if last.end == page => last.end += 1,
+        _ => runs.push(page..page + 1),
+    })?;
+    Ok(runs)
+}
+
+/// How many pages there are in `runs`.
+pub(super) fn pages(runs: &Runs) -> u64 {
+    runs.iter().map(|run| run.end - run.start).sum()
+}
+
+/// How often a file's pages are evicted before those that are left stay.
+const EVICTIONS: u32 = 8;
+
+/// Evicts the pages of a file of `size` bytes, but for those in `keep`.
+///
+/// The kernel passes over a page that it moves at this moment (compaction). So what is left is evicted again.
+pub(super) fn evict_all_but(file: &File, size: u64, keep: &Runs) {
+    // No length stands for all up to the end. This is advice: a file system that takes none keeps the pages.
+    let evict = |from, length| {
+        let _ = rustix::fs::fadvise(file, from * PAGE, length, Advice::DontNeed);
+    };
+    for _ in 0..EVICTIONS {
+        let mut from = 0;
+        for run in keep {
+            if let Some(length) = NonZeroU64::new((run.start - from) * PAGE) {
+                evict(from, Some(length));
+            }
+            from = run.end;
+        }
+        evict(from, None);
+        let left = MappedFile::new(file, size)
+            .and_then(|map| resident_runs(&map))
+            .is_ok_and(|left| common(&left, keep) < pages(&left));
+        if !left {
+            return;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// For each file how many of its pages another one of them has too, and how many different pages there are in all.

@@ -6,7 +6,7 @@ pub use crate::scratch::{Scratch, umount, unmount};
 use pagefold_image::mount::{MountKind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
-use pagefold_image::{Result, export};
+use pagefold_image::{Result, export, stat};
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -38,11 +38,18 @@ pub fn by(kind: MountKind) -> Options {
     Options { kind, ..Options::default() }
 }
 
-/// Drops the file's pages from the page cache, as after a restart.
+/// Drops the file's pages from the page cache, as after a restart. The kernel passes over a page that it moves at this
+/// moment, so this tries several times. Some file systems keep all.
 pub fn drop_cache(path: &Path) {
     let file = fs::File::open(path).unwrap();
     file.sync_all().unwrap();
-    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    for _ in 0..8 {
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+        if stat::resident_bytes(path, false).unwrap() == 0 {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
 }
 
 /// Makes files in the new directory `dir` until the file system has no inode left.

@@ -1,7 +1,7 @@
 //! Profiles of what a start reads.
 
 use crate::common::build_dir;
-use crate::fixture::{Scratch, alone, noise, run_in, runnable, umount};
+use crate::fixture::{Scratch, alone, drop_cache, noise, run_in, runnable, umount};
 use pagefold_image::digest::Digest;
 use pagefold_image::mount::Options;
 use pagefold_image::profile::Profile;
@@ -24,8 +24,7 @@ fn a_start_is_recorded_once_and_read_ahead_by_later_mounts() {
     let resident = |content: &[u8]| stat::resident_bytes(&store.object_path(&Digest::of(content)), false).unwrap();
     let evict = || {
         for content in [&read, &other] {
-            let file = fs::File::open(store.object_path(&Digest::of(content))).unwrap();
-            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+            drop_cache(&store.object_path(&Digest::of(content)));
         }
     };
     evict();
