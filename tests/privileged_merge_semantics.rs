@@ -96,6 +96,7 @@ scenarios! {
     no_mapping_appears_in_a_hole_of_the_program: "holes";
     advice_ends_with_its_mapping_even_if_the_call_fails: "failed-maps";
     mremap_grows_moves_shrinks: "remap";
+    mremap_moves_several_mappings_or_none: "remap-several";
     mremap_moves_unshared_memory: "remap-healed";
     mremap_as_another_user_returns_what_the_kernel_returns: "remap-as-another";
     mremap_keeps_the_marks_of_parts: "remap-marked";

@@ -7,6 +7,7 @@
  *   fork        a child compares every byte
  * Each answers "right ...", or "wrong ..." and ends. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -36,13 +37,19 @@ static void wrong(const char *what, size_t number) {
     _exit(1);
 }
 
+static void refused(const char *what) {
+    char text[100];
+    snprintf(text, sizeof text, "%s (%s)", what, strerror(errno));
+    wrong(text, 0);
+}
+
 static void *must(void *at, const char *what) {
-    if (at == MAP_FAILED) wrong(what, 0);
+    if (at == MAP_FAILED) refused(what);
     return at;
 }
 
 static void must_be(int result, const char *what) {
-    if (result) wrong(what, 0);
+    if (result) refused(what);
 }
 
 static char *piece(int number, int at) { return area[number] + at * PIECE; }

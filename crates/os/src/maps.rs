@@ -148,6 +148,17 @@ pub fn rights_at(maps: &Fd, addr: u64) -> raw::Result<Option<i32>> {
     Ok(is_there.then_some(query.rights as i32 & READ_WRITE_EXECUTE))
 }
 
+/// The first mapping that ends above `addr`, by an open /proc/PID/maps.
+///
+/// # Errors
+/// `ENOTTY` before Linux 6.11.
+pub fn mapping_from(maps: &Fd, addr: u64) -> raw::Result<Option<Range>> {
+    let mut query = Query { bytes: size_of::<Query>() as u64, flags: COVERING_OR_NEXT, addr, ..Query::default() };
+    // SAFETY: there is no room for a name.
+    let is_there = unsafe { ask(maps, &mut query) }?;
+    Ok(is_there.then_some(Range { start: query.start, end: query.end }))
+}
+
 /// Asks an open /proc/PID/maps for a mapping; false if there is none.
 ///
 /// # Safety

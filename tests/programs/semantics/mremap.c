@@ -52,6 +52,30 @@ static void remap(void) {
     write_all(&r, 31000, "after mremap");
 }
 
+// Of memory that moves as one, the first part is another mapping, which no userfaultfd watches. All of it moves (since Linux
+// 6.17), or nothing.
+static void move_several(void) {
+    for (int keeps = 0; keeps < 2; keeps++) {
+        const size_t part = 16;
+        struct region r = fill(1024, 1024, 40000);
+        for (size_t i = 0; i < 512; i++) fill_page(r.at + i * PAGE, 1000 + i % 128);
+        mark_mergeable(&r);
+        wait_merged(&r, 384);
+        char *other = mmap(r.at, part * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+        CHECK(other == r.at, "mmap");
+        for (size_t i = 0; i < part; i++) fill_page(other + i * PAGE, 50000 + i);
+        char *target = mmap(NULL, r.pages * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        int flags = MREMAP_MAYMOVE | MREMAP_FIXED | (keeps ? 4 /* MREMAP_DONTUNMAP */ : 0);
+        char *moved = mremap(r.at, r.pages * PAGE, r.pages * PAGE, flags, target);
+        CHECK(moved == target || (moved == MAP_FAILED && (errno == EFAULT || errno == EINVAL)), "mremap: %d", errno);
+        if (moved == MAP_FAILED) moved = r.at;
+        for (size_t i = 0; i < r.pages; i++) {
+            size_t number = i < part ? 50000 + i : i < 512 ? 1000 + i % 128 : number_of(&r, i);
+            CHECK(page_is(moved + i * PAGE, number), "page %zu is wrong after the move", i);
+        }
+    }
+}
+
 // A program that became another user cannot read /proc/self/pagemap; mremap(2) of two mappings returns what the kernel returns.
 static void remap_as_another(void) {
     struct region r = merged(1024);
@@ -114,6 +138,7 @@ static void remap_healed(void) {
 
 const struct scenario mremap_scenarios[] = {
     {"remap", remap},
+    {"remap-several", move_several},
     {"remap-healed", remap_healed},
     {"remap-as-another", remap_as_another},
     {"remap-marked", remap_marked},

@@ -111,6 +111,16 @@ impl Maps {
         self.any(visit)
     }
 
+    /// The part of the first mapping in `range`.
+    ///
+    /// # Errors
+    /// `ENOTTY` before Linux 6.11; as open(2).
+    #[cfg_attr(not(feature = "preload"), allow(dead_code))]
+    pub(crate) fn first_mapped(&self, range: Range) -> Result<Option<Range>> {
+        let mapping = maps::mapping_from(&self.0, range.start)?;
+        Ok(mapping.map(|mapping| mapping.intersection(&range)).filter(|part| !part.is_empty()))
+    }
+
     /// What may be done at `addr` (`PROT_*` bits); `None` where nothing is mapped, or if the file cannot be read.
     pub(crate) fn rights_at(&self, addr: u64) -> Option<i32> {
         match maps::rights_at(&self.0, addr) {

@@ -115,6 +115,8 @@ impl Agent {
             WATCH => {
                 for index in 0..count {
                     let range: Range = self.channel.request(index);
+                    // A call of the program does not find a part watched that was not when it looked.
+                    let _held = self.lock_mappings();
                     let status = watch_anonymous(&self.watch, range).map_or_else(|errno| errno.0, |()| 0);
                     self.channel.put_answer(index, status);
                 }

@@ -12,14 +12,14 @@ use super::manageable::{self, is_manageable, is_open, is_plain};
 use super::ranges::{for_each_mapped, range_of};
 use super::suspend::wanted;
 use super::unmerge::{gather, gather_each};
-use crate::address_space::maps::pool_mappings;
+use crate::address_space::maps::{Maps, pool_mappings};
 use crate::cold;
 use crate::limits::NOTHING;
 use crate::mapping_lock::MappingLockGuard;
 use crate::range_attributes::Attributes;
 use crate::state::SHARED;
 use core::ffi::{c_int, c_void};
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem};
 use pagefold_protocol::message::ALL_MIN;
@@ -209,6 +209,56 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
     returned(result)
 }
 
+/// Makes `call`, the program's mremap(2) that moves `range` to the address `to` as it is. The mapping lock is held.
+///
+/// Since Linux 6.17 the kernel moves several mappings in one such call. But it stops in the middle at a mapping that a
+/// userfaultfd watches, unless that is the first and only one. So each is moved by a call of its own.
+fn move_each(range: Range, to: u64, flags: c_int, call: impl Fn() -> Result<u64>) -> Result<u64> {
+    let whole = Range { start: to, end: to.saturating_add(range.len()) };
+    let Some(maps) = Maps::open().ok().filter(|_| !range.overlaps(&whole)) else { return call() };
+    let mut at = range.start;
+    while at < range.end {
+        let part = maps.first_mapped(Range { start: at, end: range.end });
+        if at == range.start {
+            match part {
+                // Where the kernel cannot be asked it moves one mapping only.
+                Err(_) | Ok(None) => return call(),
+                Ok(Some(part)) if part == range || part.start > at || !moves_several() => return call(),
+                Ok(Some(_)) => {}
+            }
+        }
+        let Some(part) = part? else { break };
+        // SAFETY: a part of the program's own call.
+        unsafe { mem::remap(part.start, part.len(), part.len(), flags, to + (part.start - range.start)) }?;
+        at = part.end;
+    }
+    Ok(to)
+}
+
+/// True if the kernel moves several mappings in one call.
+fn moves_several() -> bool {
+    /// 1 if it does not, 2 if it does; 0 before it was tried.
+    static KNOWN: AtomicU8 = AtomicU8::new(0);
+    const LEN: u64 = 2 * PAGE;
+    if KNOWN.load(Ordering::Relaxed) == 0 {
+        let Ok(room) = mem::Mapping::anonymous(2 * LEN as usize) else { return false };
+        let (from, to) = (room.addr(), room.addr() + LEN);
+        // SAFETY: our own memory. Two mappings, since they have different rights.
+        let moved = unsafe {
+            mem::protect(from, PAGE, libc::PROT_NONE)
+                .and_then(|()| mem::remap(from, LEN, LEN, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, to))
+        };
+        KNOWN.store(1 + u8::from(moved.is_ok()), Ordering::Relaxed);
+        if moved.is_ok() {
+            // Another thread may have memory by now where they were.
+            core::mem::forget(room);
+            // SAFETY: our own memory.
+            let _ = unsafe { mem::unmap(to, LEN) };
+        }
+    }
+    KNOWN.load(Ordering::Relaxed) == 2
+}
+
 /// mremap(2): merged pages become private first, for a pool mapping must neither grow nor lie about its neighbours.
 ///
 /// # Safety
@@ -226,7 +276,8 @@ pub unsafe extern "C" fn mremap(
         unsafe { mem::remap(addr as u64, len as u64, new_len as u64, flags, new_addr as u64) }
     };
     let ranges = || Some((range_of(addr, len)?, range_of(addr, new_len)?));
-    let fixed = if flags & libc::MREMAP_FIXED != 0 { range_of(new_addr, new_len) } else { Some(NOTHING) };
+    let is_fixed = flags & libc::MREMAP_FIXED != 0;
+    let fixed = if is_fixed { range_of(new_addr, new_len) } else { Some(NOTHING) };
     let result = if (active() || is_early())
         && let (Some((range, resized)), Some(fixed)) = (ranges(), fixed)
     {
@@ -249,6 +300,8 @@ pub unsafe extern "C" fn mremap(
         };
         // What the call takes away.
         let voided = if shrinks { Range { start: resized.end, end: range.end } } else { fixed };
+        let keeps_length = is_fixed && range == resized;
+        let call = || if keeps_length { move_each(range, fixed.start, flags, call) } else { call() };
         let result = match gathered.and_then(|()| cold::discarding(voided, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
             Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
@@ -275,6 +328,10 @@ pub unsafe extern "C" fn mremap(
             SHARED.changed();
         } else {
             forget_holes(&held, fixed);
+            if keeps_length {
+                // A part may have moved before the call failed.
+                forget_holes(&held, range);
+            }
         }
         drop(held);
         result
