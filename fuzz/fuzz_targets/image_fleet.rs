@@ -22,7 +22,7 @@ fuzz_target!(|data: &[u8]| {
         assert!(pieces.iter().all(|piece| fleet::piece_bytes(piece.size, piece.number) > 0));
     }
     if let Ok(manifest) = fleet::decode_manifest(&mended(b"PFIMAG01", data)) {
-        assert!(manifest.places.iter().all(|place| (place.pack as usize) < manifest.packs.len()));
+        assert!(manifest.locations.iter().all(|location| (location.pack as usize) < manifest.packs.len()));
         assert_eq!(fleet::decode_manifest(&fleet::encode_manifest(&manifest)).ok(), Some(manifest));
     }
 });

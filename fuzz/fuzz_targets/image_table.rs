@@ -4,7 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagefold_image::oci::{Piece, Plan, Table, TablePlace};
+use pagefold_image::oci::{Part, Plan, TableOfContents, TableLocation};
 use std::collections::HashMap;
 
 /// The size of the packed layer. Small, so that offsets in the input meet its end.
@@ -20,12 +20,12 @@ fuzz_target!(|data: &[u8]| {
         let name = |end: &str| format!("io.github.containers.zstd-chunked.{end}");
         let all = ["manifest-position", "tarsplit-position"].map(|end| (name(end), text.to_string()));
         let checksum = (name("manifest-checksum"), pagefold_image::digest::Digest::of(data).to_string());
-        if let Some(place) = TablePlace::find(&HashMap::from_iter(all.into_iter().chain([checksum])), END) {
+        if let Some(place) = TableLocation::find(&HashMap::from_iter(all.into_iter().chain([checksum])), END) {
             assert!(place.range().end <= END && place.archive_end() < place.offset);
             let _ = place.read(data);
         }
     }
-    let Ok(mut table) = Table::parse(table, END) else { return };
+    let Ok(mut table) = TableOfContents::parse(table, END) else { return };
     if !headers.is_empty() {
         let _ = table.add_headers(headers);
     }
@@ -35,9 +35,9 @@ fuzz_target!(|data: &[u8]| {
     assert!(plan.ranges.windows(2).all(|pair| pair[0].end < pair[1].start));
     let needed: u64 = plan.ranges.iter().map(|range| range.end - range.start).sum();
     assert_eq!(needed + plan.bytes_left_out, END);
-    for piece in &plan.pieces {
-        if let Piece::Packed(piece) = piece {
-            assert!(plan.ranges.iter().any(|range| range.start <= piece.start && piece.end <= range.end));
+    for part in &plan.parts {
+        if let Part::Packed(part) = part {
+            assert!(plan.ranges.iter().any(|range| range.start <= part.start && part.end <= range.end));
         }
     }
 });

@@ -13,18 +13,18 @@ use serde_json::{Value, json};
 use std::io;
 use std::process::Command;
 
-/// The backend that holds cold memory.
-enum Backend {
+/// The system that holds cold memory.
+enum ColdSystem {
     Tier(Daemon),
     Zswap { _on: Zswap },
 }
 
-impl Backend {
+impl ColdSystem {
     /// Starts one: the tier, or zswap over a swap file of `swap_bytes`.
-    fn start(tier: bool, swap_bytes: u64) -> io::Result<Backend> {
+    fn start(tier: bool, swap_bytes: u64) -> io::Result<ColdSystem> {
         match tier {
-            true => Ok(Backend::Tier(Daemon::start(&["--tier-dir", "none"])?)),
-            false => Ok(Backend::Zswap { _on: Zswap::start(swap_bytes)? }),
+            true => Ok(ColdSystem::Tier(Daemon::start(&["--tier-dir", "none"])?)),
+            false => Ok(ColdSystem::Zswap { _on: Zswap::start(swap_bytes)? }),
         }
     }
 
@@ -33,9 +33,9 @@ impl Backend {
         if tier { "cold tier".to_owned() } else { format!("zswap, {}", Zswap::compressor()) }
     }
 
-    /// A program under this backend.
+    /// A program under this system.
     fn program(&self, name: &str) -> Command {
-        let Backend::Tier(daemon) = self else { return Command::new(name) };
+        let ColdSystem::Tier(daemon) = self else { return Command::new(name) };
         let words = daemon.run(&["--cold"]);
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).arg(name);
@@ -45,14 +45,14 @@ impl Backend {
     /// Evicts all it can, so that a limit can be set; the kernel does that itself when the limit is set.
     fn park(&self) -> io::Result<()> {
         match self {
-            Backend::Tier(daemon) => daemon.park().map(drop),
-            Backend::Zswap { .. } => Ok(()),
+            ColdSystem::Tier(daemon) => daemon.park().map(drop),
+            ColdSystem::Zswap { .. } => Ok(()),
         }
     }
 
     /// Pages that returned from it since it started, and the bytes that it holds.
     fn faults_and_bytes(&self) -> io::Result<(f64, f64)> {
-        let Backend::Tier(daemon) = self else { return Ok((Zswap::pages_in(), Zswap::bytes().0)) };
+        let ColdSystem::Tier(daemon) = self else { return Ok((Zswap::pages_in(), Zswap::bytes().0)) };
         let cold = daemon.status()?.cold;
         let faults: u64 = cold.clients.iter().map(|client| client.refaults).sum();
         Ok((faults as f64, cold.domains.iter().map(|tier| tier.memory_bytes).sum::<u64>() as f64))
@@ -77,15 +77,15 @@ fn value(key: usize) -> String {
 fn redis_once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64; 3]> {
     let (dir, _gone) = folder("half")?;
     let group = Group::of_run("half")?;
-    let backend = Backend::start(tier, (mib as u64) << 21)?;
-    let (_, bytes_before) = backend.faults_and_bytes()?;
-    let mut command = backend.program("redis-server");
+    let system = ColdSystem::start(tier, (mib as u64) << 21)?;
+    let (_, bytes_before) = system.faults_and_bytes()?;
+    let mut command = system.program("redis-server");
     group.adopt(&mut command);
     let redis = Redis::start(command, &dir)?;
     let count = (mib << 20) / (VALUE_BYTES + 100);
     redis.set((0..count).map(|key| (format!("key:{key:012}"), value(key))))?;
     let limit = group.used() / 2;
-    backend.park()?;
+    system.park()?;
     group.limit(limit)?;
     let run = |requests: usize| -> io::Result<f64> {
         let mut command = Command::new("redis-benchmark");
@@ -101,9 +101,9 @@ fn redis_once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Resul
     };
     // Half of the keys are faulted in and evicted before it counts.
     run(requests / 4)?;
-    let (faults_before, _) = backend.faults_and_bytes()?;
+    let (faults_before, _) = system.faults_and_bytes()?;
     let rate = run(requests)?;
-    let (faults, bytes) = backend.faults_and_bytes()?;
+    let (faults, bytes) = system.faults_and_bytes()?;
     let held = group.used() as f64 + bytes - bytes_before;
     Ok([rate, held / 1e6, (faults - faults_before) / requests as f64])
 }
@@ -123,7 +123,7 @@ fn surviving(tier: bool, mib: usize, requests: usize, reads: &str, killed: &mut 
     Err(io::Error::other("redis was killed at its limit five times"))
 }
 
-/// Measures redis with both backends, in turns.
+/// Measures redis with both cold systems, in turns.
 pub fn redis(mib: usize, requests: usize, rounds: usize) -> Result<Vec<Value>, Failure> {
     group::zswap_lies_outside()?;
     let mut rows = Vec::new();
@@ -135,7 +135,7 @@ pub fn redis(mib: usize, requests: usize, rounds: usize) -> Result<Vec<Value>, F
                 runs.push(surviving(tier, mib, requests, kind, &mut killed[usize::from(!tier)])?);
             }
         }
-        let names = [Backend::name(true), Backend::name(false)];
+        let names = [ColdSystem::name(true), ColdSystem::name(false)];
         for ((name, runs), killed) in names.into_iter().zip(&runs).zip(killed) {
             let column = |index: usize| Spread::of(runs.iter().map(|run| run[index]));
             let rate = column(0);

@@ -56,7 +56,7 @@ pub use runtime::{exec, mount, mounts, profile};
 /// OCI layouts and what container engines write.
 pub mod oci {
     pub use crate::build::{LayerImport, Parts, Source, import};
-    pub use crate::format::chunked::{Content, Piece, Plan, Table, TablePlace};
+    pub use crate::format::chunked::{Content, Part, Plan, TableLocation, TableOfContents};
     pub use crate::format::oci::{Documents, Layer, Next, Platform, Wanted, is_image, parse_document};
 }
 

@@ -39,14 +39,14 @@ pub struct Written {
 
 /// A run of pages to be merged, with neighbouring slots or with nothing (zero pages).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct RemapPiece {
     /// The pages.
     pub range: Range,
     /// The first page's slot; `None` for zero pages.
     pub slot: Option<Slot>,
     /// Pieces of one number are frozen together; nothing merged lies between them.
-    pub span: u32,
-    /// It is in a span of its own, and not tried if the piece before it was not merged whole: both are one guess.
+    pub freeze: u32,
+    /// It is in a freeze of its own, and not tried if the piece before it was not merged whole: both are one guess.
     pub follows: bool,
 }
 
@@ -144,7 +144,7 @@ pub trait Client: Send {
     ///
     /// # Errors
     /// [`Gone`].
-    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone>;
+    fn remap(&mut self, pool: &Pool, pieces: &[RemapPiece], out: &mut Vec<Outcome>) -> Result<(), Gone>;
 
     /// Gives private memory back for each range (at most [`FREEZE_PAGES_MAX`] pages, in one pool mapping); appends
     /// whether it did.

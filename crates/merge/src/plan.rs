@@ -1,6 +1,6 @@
-//! From (page, slot) pairs to pieces: runs, spans, and what they cost in mappings.
+//! From (page, slot) pairs to pieces: runs, freezes, and what they cost in mappings.
 
-use crate::client::{FREEZE_PAGES_MAX, Piece};
+use crate::client::{FREEZE_PAGES_MAX, RemapPiece};
 use crate::page::PageState;
 use crate::table::{CHUNK_LEN, Table};
 use pagefold_os::{PAGE_SIZE, Range};
@@ -84,48 +84,48 @@ pub fn run_pages_min(used: u64, budget: u64) -> u64 {
     }
 }
 
-/// Pages of one span at most, merged or between those that are: their threads wait meanwhile. Twice as many are merged no
+/// Pages of one freeze at most, merged or between those that are: their threads wait meanwhile. Twice as many are merged no
 /// faster, and 99 % of waits were below 256 us instead of 160.
-const SPAN_PAGES_MAX: u64 = 64;
-const _: () = assert!(SPAN_PAGES_MAX <= FREEZE_PAGES_MAX);
+const FREEZE_PAGES: u64 = 64;
+const _: () = assert!(FREEZE_PAGES <= FREEZE_PAGES_MAX);
 
-/// Pieces of one span at most: each is a system call while the span is frozen. With 16 waits were below 256 us, too.
-const SPAN_PIECES_MAX: usize = 12;
+/// Pieces of one freeze at most: each is a system call while it lasts. With 16 waits were below 256 us, too.
+const FREEZE_PIECES_MAX: usize = 12;
 
-/// Cuts runs into pieces and groups pieces into spans that are frozen together: at most 64 pages and 12 pieces,
+/// Cuts runs into pieces and groups pieces into freezes: at most 64 pages and 12 pieces,
 /// nothing merged between them, and at least a quarter of them to be merged, for freezing the others costs as well.
 /// `runs` ascend by address.
-pub fn spans(table: &Table, runs: &[PageRun]) -> Vec<Piece> {
-    let mut pieces: Vec<Piece> = Vec::new();
-    let mut span = 0;
-    let mut span_start = 0;
-    let mut span_planned = 0;
-    let mut span_pieces = 0;
+pub fn remap_pieces(table: &Table, runs: &[PageRun]) -> Vec<RemapPiece> {
+    let mut pieces: Vec<RemapPiece> = Vec::new();
+    let mut freeze = 0;
+    let mut freeze_start = 0;
+    let mut freeze_planned = 0;
+    let mut freeze_pieces = 0;
     for run in runs {
         let mut at = run.range.start;
         while at < run.range.end {
             // The agent takes huge pages whole where pieces cover them.
-            let end = run.range.end.min(at + SPAN_PAGES_MAX * PAGE).min(at / CHUNK_LEN * CHUNK_LEN + CHUNK_LEN);
+            let end = run.range.end.min(at + FREEZE_PAGES * PAGE).min(at / CHUNK_LEN * CHUNK_LEN + CHUNK_LEN);
             let pages = (end - at) / PAGE;
             let joins = pieces.last().is_some_and(|last| {
-                let whole = (end - span_start) / PAGE;
-                whole <= SPAN_PAGES_MAX
-                    && span_pieces < SPAN_PIECES_MAX
-                    && (span_planned + pages) * 4 >= whole
+                let whole = (end - freeze_start) / PAGE;
+                whole <= FREEZE_PAGES
+                    && freeze_pieces < FREEZE_PIECES_MAX
+                    && (freeze_planned + pages) * 4 >= whole
                     && plain_between(table, last.range.end, at)
             });
             if !joins {
-                span += 1;
-                span_start = at;
-                span_planned = 0;
-                span_pieces = 0;
+                freeze += 1;
+                freeze_start = at;
+                freeze_planned = 0;
+                freeze_pieces = 0;
             }
-            span_planned += pages;
-            span_pieces += 1;
-            pieces.push(Piece {
+            freeze_planned += pages;
+            freeze_pieces += 1;
+            pieces.push(RemapPiece {
                 range: Range { start: at, end },
                 slot: run.target_at((at - run.range.start) / PAGE),
-                span,
+                freeze,
                 follows: false,
             });
             at = end;
@@ -185,30 +185,30 @@ mod tests {
     }
 
     #[test]
-    fn spans_are_short_dense_and_never_cross_merged_pages() {
+    fn freezes_are_short_dense_and_never_cross_merged_pages() {
         let mut table = table(4000);
         let all: Vec<PageRun> = runs((0..4000).step_by(2).map(|page| (at(page), slot(page as u32 * 3))));
         table.set(at(1001), PageState::Shared(Slot::from_number(9)));
-        let pieces = spans(&table, &all);
+        let pieces = remap_pieces(&table, &all);
         assert_eq!(pieces.iter().map(|piece| piece.range.pages()).sum::<u64>(), 2000);
         for pair in pieces.windows(2) {
             assert!(pair[0].range.end <= pair[1].range.start);
-            if pair[0].span == pair[1].span {
+            if pair[0].freeze == pair[1].freeze {
                 assert!(!(pair[0].range.end..pair[1].range.start).step_by(PAGE_SIZE).any(|addr| addr == at(1001)));
             }
         }
-        let first = pieces.iter().filter(|piece| piece.span == pieces[0].span);
+        let first = pieces.iter().filter(|piece| piece.freeze == pieces[0].freeze);
         let pages = first.clone().next_back().unwrap().range.end - pieces[0].range.start;
-        assert!(pages / PAGE <= SPAN_PAGES_MAX && first.count() == SPAN_PIECES_MAX);
+        assert!(pages / PAGE <= FREEZE_PAGES && first.count() == FREEZE_PIECES_MAX);
         let sparse = runs((0..4000).step_by(9).map(|page| (at(page), slot(0))));
-        let alone = spans(&table, &sparse);
+        let alone = remap_pieces(&table, &sparse);
         assert!(
-            alone.windows(2).all(|pair| pair[0].span != pair[1].span),
+            alone.windows(2).all(|pair| pair[0].freeze != pair[1].freeze),
             "one in nine is not worth freezing the rest"
         );
-        let long = spans(&table, &runs((0..1000).map(|page| (at(page), slot(page as u32)))));
-        assert!(long.iter().all(|piece| piece.range.pages() <= SPAN_PAGES_MAX));
-        assert_eq!(long[1].slot, slot(SPAN_PAGES_MAX as u32));
+        let long = remap_pieces(&table, &runs((0..1000).map(|page| (at(page), slot(page as u32)))));
+        assert!(long.iter().all(|piece| piece.range.pages() <= FREEZE_PAGES));
+        assert_eq!(long[1].slot, slot(FREEZE_PAGES as u32));
     }
 
     #[test]

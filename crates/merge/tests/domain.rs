@@ -476,7 +476,7 @@ fn unmerging_gives_private_memory_back_and_resuming_merges_it_again() {
     assert_eq!(a.slots().len(), 300);
 }
 
-/// A prediction covers several spans; where it fails in the first, those behind are merged all the same, and left alone
+/// A prediction covers several freezes; where it fails in the first, those behind are merged all the same, and left alone
 /// then.
 #[test]
 fn what_is_merged_is_not_frozen_again() {

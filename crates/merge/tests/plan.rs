@@ -2,7 +2,7 @@
 
 use pagefold_merge::client::FREEZE_PAGES_MAX;
 use pagefold_merge::page::PageState;
-use pagefold_merge::plan::{PageRun, TargetSlot, mappings_added, run_pages_min, runs, spans};
+use pagefold_merge::plan::{PageRun, TargetSlot, mappings_added, remap_pieces, run_pages_min, runs};
 use pagefold_merge::table::Table;
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
@@ -88,7 +88,7 @@ proptest! {
                 prop_assert_eq!(first.segment(), last.segment(), "a run of slots is one mapping");
             }
         }
-        let pieces = spans(&table, &runs);
+        let pieces = remap_pieces(&table, &runs);
         let of_pieces: Vec<(u64, TargetSlot)> = pieces
             .iter()
             .flat_map(|piece| {
@@ -97,12 +97,12 @@ proptest! {
             })
             .collect();
         prop_assert_eq!(&of_pieces, &pairs);
-        for span in pieces.chunk_by(|a, b| a.span == b.span) {
-            let (first, last) = (span[0].range.start, span[span.len() - 1].range.end);
+        for freeze in pieces.chunk_by(|a, b| a.freeze == b.freeze) {
+            let (first, last) = (freeze[0].range.start, freeze[freeze.len() - 1].range.end);
             prop_assert!((last - first) / PAGE <= FREEZE_PAGES_MAX);
             let frozen = (first..last).step_by(PAGE_SIZE);
             prop_assert!(frozen.into_iter().all(|addr| slot_of(table.state(addr)).is_none()), "merged pages never freeze");
-            let held_segments: u64 = span.iter().map(|piece| piece.range.pages()).sum();
+            let held_segments: u64 = freeze.iter().map(|piece| piece.range.pages()).sum();
             prop_assert!(held_segments * 4 >= (last - first) / PAGE, "a quarter at least is to be merged");
         }
     }

@@ -6,7 +6,7 @@ use std::io::{self, Read};
 
 /// A mapping. Amounts are in bytes.
 #[derive(Debug)]
-pub struct Mapping<'a> {
+pub struct SmapsEntry<'a> {
     /// What /proc/PID/maps says too.
     pub map: Map<'a>,
     /// In memory, pages of hugetlbfs excepted.
@@ -23,7 +23,7 @@ pub struct Mapping<'a> {
     pub flags: &'a str,
 }
 
-impl Mapping<'_> {
+impl SmapsEntry<'_> {
     /// True if `flag` is among the flags.
     pub fn has(&self, flag: &str) -> bool {
         self.flags.split_ascii_whitespace().any(|word| word == flag)
@@ -44,7 +44,7 @@ struct Amounts {
 ///
 /// # Errors
 /// The first error of reading.
-pub fn parse(mut smaps: impl Read, mut f: impl FnMut(&Mapping<'_>)) -> io::Result<()> {
+pub fn parse(mut smaps: impl Read, mut f: impl FnMut(&SmapsEntry<'_>)) -> io::Result<()> {
     // The first line of a mapping, kept until its last line is read.
     let mut first = Vec::new();
     let mut amounts = Amounts::default();
@@ -72,7 +72,7 @@ pub fn parse(mut smaps: impl Read, mut f: impl FnMut(&Mapping<'_>)) -> io::Resul
                 "VmFlags" => {
                     if let Some(map) = maps::parse_line(&first) {
                         let Amounts { resident, anonymous, swapped, huge_tlb, keyed } = amounts;
-                        f(&Mapping { map, resident, anonymous, swapped, huge_tlb, keyed, flags: value });
+                        f(&SmapsEntry { map, resident, anonymous, swapped, huge_tlb, keyed, flags: value });
                     }
                 }
                 _ => {}
@@ -85,7 +85,7 @@ pub fn parse(mut smaps: impl Read, mut f: impl FnMut(&Mapping<'_>)) -> io::Resul
 ///
 /// # Errors
 /// As reading /proc/PID/smaps: no such process, or no right to look.
-pub fn of_process(pid: i32, f: impl FnMut(&Mapping<'_>)) -> io::Result<()> {
+pub fn of_process(pid: i32, f: impl FnMut(&SmapsEntry<'_>)) -> io::Result<()> {
     parse(File::open(format!("/proc/{pid}/smaps"))?, f)
 }
 

@@ -29,17 +29,16 @@
 
 #![warn(missing_docs)]
 
-mod backing;
 mod fingerprint;
 mod inherited;
 mod primitive;
 mod segment;
+mod writable_mapping;
 
 pub use fingerprint::{Fingerprint, Key};
 pub use inherited::Refused;
 pub use segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT};
 
-use backing::Huge;
 use inherited::Sealed;
 use pagefold_os::Page;
 use pagefold_os::fd::Fd;
@@ -48,6 +47,7 @@ use primitive::{AtomicU64, Mutex, Ordering, RwLock, lock, read, write};
 use segment::{Segment, Standing};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use writable_mapping::Huge;
 
 /// Segments of a pool at most: their slots are numbers of 29 bits in ledgers and indexes.
 const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;

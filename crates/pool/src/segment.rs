@@ -1,7 +1,7 @@
 //! One memory file of the pool: filled in order, sealed, read-only.
 
-use crate::backing::{Backing, Huge};
 use crate::primitive::{AtomicBool, AtomicU8, AtomicU32, Mutex, Ordering};
+use crate::writable_mapping::{Huge, WritableMapping};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::{self, Mapping};
 use pagefold_os::{PAGE_SIZE, Page, memfd};
@@ -64,7 +64,7 @@ pub struct Segment {
     reader: Arc<Fd>,
     read: Mapping,
     /// Our way to write, gone when the segment is sealed.
-    write: Mutex<Option<Backing>>,
+    write: Mutex<Option<WritableMapping>>,
     published: AtomicU32,
     /// Slots that have memory: those published, and all of a huge page of which one is.
     backed: AtomicU32,
@@ -86,7 +86,7 @@ impl Segment {
         memfd::set_mode(&file, 0o400)?;
         let reader = memfd::reopen_read_only(&file)?;
         let (_, inode) = memfd::len_and_inode(file.raw())?;
-        let write = Backing::new(file, SEGMENT_LEN)?;
+        let write = WritableMapping::new(file, SEGMENT_LEN)?;
         memfd::add_seals(write.file(), memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_FUTURE_WRITE)?;
         Segment::of(number, inode, reader, Some(write), 0)
     }
@@ -98,7 +98,7 @@ impl Segment {
         Ok(segment)
     }
 
-    fn of(number: u32, inode: u64, reader: Fd, write: Option<Backing>, slots: u32) -> io::Result<Segment> {
+    fn of(number: u32, inode: u64, reader: Fd, write: Option<WritableMapping>, slots: u32) -> io::Result<Segment> {
         // Mapped through the read-only descriptor: a mapping that could become writable would forbid the last seal.
         let read = Mapping::file(reader.raw(), 0, SEGMENT_LEN, libc::PROT_READ, libc::MAP_SHARED)?;
         MAPPED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -123,10 +123,10 @@ impl Segment {
     pub fn fill(&self, pages: &[&Page], huge: Option<&Huge>) -> (u32, usize) {
         let mut write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let first = self.published.load(Ordering::Relaxed);
-        let Some(backing) = &mut *write else { return (first, 0) };
+        let Some(writable) = &mut *write else { return (first, 0) };
         let count = pages.len().min((SLOTS_PER_SEGMENT - first) as usize);
-        backing.put(first, &pages[..count], huge);
-        self.backed.store(backing.backed(), Ordering::Relaxed);
+        writable.put(first, &pages[..count], huge);
+        self.backed.store(writable.backed(), Ordering::Relaxed);
         // Release pairs with the acquire in `published`: a thread that sees the count sees the bytes.
         self.published.store(first + count as u32, Ordering::Release);
         (first, count)
@@ -135,9 +135,9 @@ impl Segment {
     /// Makes the segment unwritable for everybody, for ever.
     pub fn close(&self) {
         let mut write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(backing) = write.take() {
+        if let Some(writable) = write.take() {
             // With our mapping the last way to write is gone: `SEAL_FUTURE_WRITE` forbids new mappings, write(2) and holes.
-            let file = backing.into_file();
+            let file = writable.into_file();
             // The kernel answers EBUSY while a page is pinned, by a client's direct I/O from it for instance.
             let _ = memfd::add_seals(&file, memfd::SEAL_WRITE | memfd::SEAL_SEAL);
         }

@@ -45,7 +45,7 @@ pub enum Op {
     Watch = 5,
     /// Copy these runs (list of [`Range`]) to the channel; the answer's list holds the pages copied of each.
     Fetch = 6,
-    /// Map pool slots over pages (list of [`Piece`]); the answer's list holds [`Outcome`].
+    /// Map pool slots over pages (list of [`RemapPiece`]); the answer's list holds [`Outcome`].
     Remap = 7,
     /// Replace pool mappings by private memory (list of [`Range`]).
     Unshare = 8,
@@ -175,7 +175,7 @@ pub struct RegionEntry {
 /// What to put over a run of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
-pub struct Piece {
+pub struct RemapPiece {
     /// Address of the first page.
     pub addr: u64,
     /// Pages.
@@ -185,7 +185,7 @@ pub struct Piece {
     /// First slot in the segment.
     pub slot: u32,
     /// Neighbouring pieces with the same number are frozen together.
-    pub span: u32,
+    pub freeze: u32,
     /// 1 if the piece is not worth trying after a piece that was not merged completely: both rest on the same guess.
     pub follows: u64,
 }
@@ -212,7 +212,7 @@ pub struct EvictEntry {
     pub place: u32,
 }
 
-/// `Piece::segment` of zero pages: they become holes.
+/// `RemapPiece::segment` of zero pages: they become holes.
 pub const PIECE_ZERO: u32 = u32::MAX;
 
 /// The result of a piece.
@@ -265,7 +265,7 @@ impl RefusalReason {
 
 const _: () = assert!(
     size_of::<EvictEntry>() == 32
-        && size_of::<Piece>() == 32
+        && size_of::<RemapPiece>() == 32
         && size_of::<RegionEntry>() == 32
         && size_of::<Range>() <= 32
 );

@@ -8,7 +8,7 @@ const NAME_MAX: usize = 128;
 
 /// What holds the objects.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Backend {
+pub enum StoreAddress {
     /// A bucket, and what all names in it begin with.
     S3 { bucket: String, prefix: String },
     /// A directory.
@@ -18,18 +18,18 @@ pub enum Backend {
 }
 
 /// The store's own address.
-impl fmt::Display for Backend {
+impl fmt::Display for StoreAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Backend::S3 { bucket, prefix } if prefix.is_empty() => write!(f, "s3://{bucket}"),
-            Backend::S3 { bucket, prefix } => write!(f, "s3://{bucket}/{prefix}"),
-            Backend::Directory(path) => write!(f, "file://{path}"),
-            Backend::Http(url) => f.write_str(url),
+            StoreAddress::S3 { bucket, prefix } if prefix.is_empty() => write!(f, "s3://{bucket}"),
+            StoreAddress::S3 { bucket, prefix } => write!(f, "s3://{bucket}/{prefix}"),
+            StoreAddress::Directory(path) => write!(f, "file://{path}"),
+            StoreAddress::Http(url) => f.write_str(url),
         }
     }
 }
 
-impl Backend {
+impl StoreAddress {
     /// The store at `place` of `host`. `end` is what an image's address has after that, for messages.
     fn new(scheme: &str, host: &str, place: &str, end: &str) -> Result<Self, String> {
         let is_path = |place: &str| place.split('/').all(|part| !matches!(part, "" | "." | ".."));
@@ -38,18 +38,18 @@ impl Backend {
         }
         Ok(match scheme {
             "s3" if host.is_empty() => return Err(format!("s3://BUCKET/PREFIX{end}: no bucket")),
-            "s3" => Backend::S3 { bucket: host.into(), prefix: place.into() },
+            "s3" => StoreAddress::S3 { bucket: host.into(), prefix: place.into() },
             "file" if !host.is_empty() || place.is_empty() => return Err(format!("file:///DIR{end}: no directory")),
-            "file" => Backend::Directory(format!("/{place}")),
+            "file" => StoreAddress::Directory(format!("/{place}")),
             "http" | "https" if host.is_empty() => return Err(format!("{scheme}://HOST/PATH{end}: no host")),
-            "http" | "https" => Backend::Http(format!("{scheme}://{host}/{place}").trim_end_matches('/').into()),
+            "http" | "https" => StoreAddress::Http(format!("{scheme}://{host}/{place}").trim_end_matches('/').into()),
             _ => return Err("stores have addresses of s3://, file://, https:// and http://".into()),
         })
     }
 }
 
 /// The address of a store, without an image.
-impl FromStr for Backend {
+impl FromStr for StoreAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -57,7 +57,7 @@ impl FromStr for Backend {
         let rest = rest.strip_suffix('/').unwrap_or(rest);
         let (host, place) = rest.split_once('/').unwrap_or((rest, ""));
         check_host(host)?;
-        Backend::new(scheme, host, place, "")
+        StoreAddress::new(scheme, host, place, "")
     }
 }
 
@@ -82,7 +82,7 @@ fn check_host(host: &str) -> Result<(), String> {
 /// An image in a fleet's store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
-    pub backend: Backend,
+    pub store_address: StoreAddress,
     pub name: String,
     pub tag: String,
 }
@@ -95,7 +95,7 @@ impl Address {
 
     /// The image's address.
     pub fn whole(&self) -> String {
-        format!("{}/{}:{}", self.backend, self.name, self.tag)
+        format!("{}/{}:{}", self.store_address, self.name, self.tag)
     }
 
     /// Where the store has the image's manifest.
@@ -115,7 +115,7 @@ impl FromStr for Address {
             return Err("an address of a store has no empty part, no . and no ..".into());
         }
         let (place, image) = path.rsplit_once('/').unwrap_or(("", path));
-        let backend = Backend::new(scheme, host, place, "/NAME[:TAG]")?;
+        let store_address = StoreAddress::new(scheme, host, place, "/NAME[:TAG]")?;
         let (name, tag) = image.split_once(':').unwrap_or((image, "latest"));
         for part in [name, tag] {
             let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -123,7 +123,7 @@ impl FromStr for Address {
                 return Err("name and tag of an image in a store have letters, digits, - _ and . only".into());
             }
         }
-        Ok(Self { backend, name: name.into(), tag: tag.into() })
+        Ok(Self { store_address, name: name.into(), tag: tag.into() })
     }
 }
 
@@ -152,12 +152,12 @@ mod tests {
             ("s3://bucket/a/b/", "s3://bucket/a/b"),
             ("file:///srv/fleet", "file:///srv/fleet"),
         ] {
-            assert_eq!(text.parse::<Backend>().unwrap().to_string(), shown);
+            assert_eq!(text.parse::<StoreAddress>().unwrap().to_string(), shown);
         }
         for text in
             ["app:1", "s3://", "s3://key:secret@bucket", "file:///", "file://host/x", "s3://b//x", "s3://b/?secret"]
         {
-            let error = text.parse::<Backend>().unwrap_err();
+            let error = text.parse::<StoreAddress>().unwrap_err();
             assert!(!error.contains("secret") && !error.contains('\n'), "{text}: {error}");
         }
     }

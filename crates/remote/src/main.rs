@@ -15,7 +15,7 @@ mod pull;
 mod push;
 mod registry;
 
-use address::Backend;
+use address::StoreAddress;
 use clap::{Parser, Subcommand};
 use common::{Common, Remote, Server};
 use error::Error;
@@ -178,13 +178,13 @@ fn run(arguments: Arguments) -> Result<(), Error> {
             Remote::Registry(reference) => push::push(&runtime, &common, reference, &name),
             Remote::Fleet(address) => fleet::push(&runtime, &common, address, &name),
         },
-        Action::Ls { server } => runtime.block_on(fleet::list(&server, &backend(&server)?)),
-        Action::Rm { server, names } => runtime.block_on(fleet::take_away(&server, &backend(&server)?, &names)),
-        Action::Gc { server, wanted } => runtime.block_on(fleet::collect(&server, &backend(&server)?, &wanted)),
+        Action::Ls { server } => runtime.block_on(fleet::list(&server, &store_address(&server)?)),
+        Action::Rm { server, names } => runtime.block_on(fleet::take_away(&server, &store_address(&server)?, &names)),
+        Action::Gc { server, wanted } => runtime.block_on(fleet::collect(&server, &store_address(&server)?, &wanted)),
     }
 }
 
-fn backend(server: &Server) -> Result<Backend, Error> {
+fn store_address(server: &Server) -> Result<StoreAddress, Error> {
     server.reference.parse().map_err(Error::Said)
 }
 

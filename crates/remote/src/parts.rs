@@ -9,7 +9,7 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use pagefold_image::build::Build;
 use pagefold_image::digest::Digest;
-use pagefold_image::oci::{Layer, Parts, Plan, Table, TablePlace};
+use pagefold_image::oci::{Layer, Parts, Plan, TableLocation, TableOfContents};
 use pagefold_image::progress::Progress;
 use pagefold_os::sanitize::clean;
 use std::cell::Cell;
@@ -59,18 +59,21 @@ pub fn plan(
 }
 
 /// The layers with tables that are worth a look, with their digests.
-fn worthwhile<'l>(layers: &[&'l Layer]) -> Vec<(&'l Layer, Digest, &'l TablePlace)> {
+fn worthwhile<'l>(layers: &[&'l Layer]) -> Vec<(&'l Layer, Digest, &'l TableLocation)> {
     let mut left = TABLES_MAX;
     let mut wanted = Vec::new();
     for layer in layers {
-        let (Some(place), Some((digest, size))) = (layer.table(), layer.blob()) else { continue };
-        let range = place.range();
+        let (Some(location), Some((digest, size))) = (layer.table(), layer.blob()) else { continue };
+        let range = location.range();
         // The layer's second place in the image would need the whole layer.
         let is_once = layers.iter().filter(|other| other.blob() == layer.blob()).count() == 1;
-        if is_once && size >= LAYER_MIN && range.end - range.start <= size / TABLE_SHARE && place.bytes_in_all() <= left
+        if is_once
+            && size >= LAYER_MIN
+            && range.end - range.start <= size / TABLE_SHARE
+            && location.bytes_in_all() <= left
         {
-            left -= place.bytes_in_all();
-            wanted.push((*layer, digest, place));
+            left -= location.bytes_in_all();
+            wanted.push((*layer, digest, location));
         }
     }
     wanted
@@ -79,19 +82,19 @@ fn worthwhile<'l>(layers: &[&'l Layer]) -> Vec<(&'l Layer, Digest, &'l TablePlac
 /// Fetches the tables, and reads those that can be used.
 async fn tables(
     registry: &Registry,
-    wanted: Vec<(&Layer, Digest, &TablePlace)>,
+    wanted: Vec<(&Layer, Digest, &TableLocation)>,
     moved: &mut u64,
-) -> Result<Vec<(Digest, Table)>> {
+) -> Result<Vec<(Digest, TableOfContents)>> {
     let mut found = Vec::new();
     let count = AtomicU64::new(0);
     let mut coming = FuturesUnordered::new();
     let mut wanted = wanted.into_iter();
     loop {
         while coming.len() < AT_ONCE
-            && let Some((layer, digest, place)) = wanted.next()
+            && let Some((layer, digest, location)) = wanted.next()
         {
             let count = &count;
-            coming.push(async move { (digest, table(registry, layer, digest, place, count).await) });
+            coming.push(async move { (digest, table(registry, layer, digest, location, count).await) });
         }
         match coming.next().await {
             Some((digest, table)) => found.extend(table?.map(|table| (digest, table))),
@@ -107,9 +110,9 @@ async fn table(
     registry: &Registry,
     layer: &Layer,
     digest: Digest,
-    place: &TablePlace,
+    location: &TableLocation,
     moved: &AtomicU64,
-) -> Result<Option<Table>> {
+) -> Result<Option<TableOfContents>> {
     let packed = Cell::new(Vec::new());
     let sink = |_, piece: &[u8]| {
         let mut bytes = packed.take();
@@ -117,10 +120,10 @@ async fn table(
         packed.set(bytes);
         Ok(())
     };
-    if !bring(registry, digest, place.range(), moved, sink).await? {
+    if !bring(registry, digest, location.range(), moved, sink).await? {
         return Ok(None);
     }
-    match place.read(&packed.take()) {
+    match location.read(&packed.take()) {
         Ok(table) => Ok(Some(table)),
         Err(error) => {
             let text = format!("{}: {error}; the layer is fetched as a whole", layer.what());

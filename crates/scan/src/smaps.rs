@@ -2,7 +2,7 @@
 
 use crate::error::Lost;
 use crate::record::PageKind;
-use pagefold_os::smaps::{self, Mapping};
+use pagefold_os::smaps::{self, SmapsEntry};
 use pagefold_os::{PAGE_SIZE, Range};
 use serde::Serialize;
 
@@ -89,7 +89,7 @@ pub(crate) struct Area {
 const POOL_PREFIX: &[u8] = b"/memfd:pagefold";
 
 /// Decides about a mapping.
-fn judge(mapping: &Mapping<'_>, file: bool) -> Verdict {
+fn judge(mapping: &SmapsEntry<'_>, file: bool) -> Verdict {
     let map = &mapping.map;
     let has = |flag| mapping.has(flag);
     let kernel_only = |reason| Verdict::Read(PageKind::KernelOnly, Some(reason));
@@ -133,7 +133,7 @@ fn judge(mapping: &Mapping<'_>, file: bool) -> Verdict {
 }
 
 impl Area {
-    fn new(mapping: &Mapping<'_>) -> Area {
+    fn new(mapping: &SmapsEntry<'_>) -> Area {
         let pages = |bytes| bytes / PAGE_SIZE as u64;
         let file = mapping.map.inode != 0 || mapping.map.name.starts_with(b"/");
         Area {

@@ -13,7 +13,7 @@ use pagefold_os::{Range, maps};
 #[derive(Debug)]
 // The preloaded form asks only what the program said.
 #[cfg_attr(feature = "preload", allow(dead_code))]
-pub(crate) struct Mapping {
+pub(crate) struct SmapsEntry {
     pub(crate) range: Range,
     /// It is of a pool file.
     pub(crate) is_pool: bool,
@@ -28,7 +28,7 @@ pub(crate) struct Mapping {
 ///
 /// # Errors
 /// As reading /proc/thread-self/smaps.
-pub(crate) fn for_each(mut f: impl FnMut(Mapping)) -> Result<()> {
+pub(crate) fn for_each(mut f: impl FnMut(SmapsEntry)) -> Result<()> {
     let smaps = Fd::open(c"/proc/thread-self/smaps", libc::O_RDONLY, 0)?;
     let mut buffer = [0u8; 16 << 10];
     let mut mapping = None;
@@ -39,7 +39,7 @@ pub(crate) fn for_each(mut f: impl FnMut(Mapping)) -> Result<()> {
         |line| {
             if let Some(map) = maps::parse_line(line) {
                 let is_pool = map.name.starts_with(POOL_NAME) && !map.shared;
-                mapping = Some(Mapping {
+                mapping = Some(SmapsEntry {
                     range: map.range,
                     is_pool,
                     is_plain: map.is_plain_anonymous(),
@@ -54,7 +54,7 @@ pub(crate) fn for_each(mut f: impl FnMut(Mapping)) -> Result<()> {
                 && let Some(mapping) = mapping.take()
             {
                 // The last line of a mapping.
-                f(Mapping { said: Attributes { keyed: mapping.said.keyed, ..of_flags(flags) }, ..mapping });
+                f(SmapsEntry { said: Attributes { keyed: mapping.said.keyed, ..of_flags(flags) }, ..mapping });
             }
         },
     )

@@ -1,7 +1,7 @@
-//! A freeze: a span of pages that the agent has taken away from the program, until each is mapped from the pool or back.
+//! A freeze: a range of pages that the agent has taken away from the program, until each is mapped from the pool or back.
 //!
 //! [`Agent::freeze`] takes the mapping lock, leaves the end of the heap and what the program excludes alone, and registers
-//! the span for missing pages, so that a thread that touches an absent page waits. [`remap`](super::remap) and
+//! the range for missing pages, so that a thread that touches an absent page waits. [`remap`](super::remap) and
 //! [`remap_huge`](super::remap_huge) then move the pages away, compare them, and map or return them. [`Freeze::end`] wakes
 //! the waiting threads and releases the lock.
 
@@ -23,22 +23,22 @@ use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd;
 use pagefold_os::{Page, Range, sched};
-use pagefold_protocol::message::{Outcome, PIECE_ZERO, Piece, RefusalReason};
+use pagefold_protocol::message::{Outcome, PIECE_ZERO, RefusalReason, RemapPiece};
 use pagefold_protocol::wait_histogram;
 
-/// A span of frozen pages; the mapping lock is held. It must be ended by [`end`](Self::end).
+/// A range of frozen pages; the mapping lock is held. It must be ended by [`end`](Self::end).
 pub(super) struct Freeze<'a> {
     pub(super) agent: &'a Agent,
-    pub(super) span: Range,
+    pub(super) range: Range,
     /// Where the frozen pages wait.
     pub(super) freeze_area: u64,
     /// What the program may do with them, and the agent where they wait.
     rights: c_int,
     /// End of what is mapped from the pool so far; 0 if nothing is.
     pub(super) mapped_end: u64,
-    /// Pages of the span that the program has discarded since.
+    /// Pages of the range that the program has discarded since.
     pub(super) discarded: [bool; HUGE_PAGES],
-    /// The watched end of the heap, if the span is below it.
+    /// The watched end of the heap, if the range is below it.
     heap: Option<WatchedEnd>,
     began_ns: u64,
     /// The duration is counted already.
@@ -47,27 +47,27 @@ pub(super) struct Freeze<'a> {
 }
 
 impl Agent {
-    /// Begins to freeze `span`, memory with `rights`; its pages will wait from `freeze_area` on. `None` if the span must be
+    /// Begins to freeze `range`, memory with `rights`; its pages will wait from `freeze_area` on. `None` if it must be
     /// left alone, or cannot be registered.
-    pub(super) fn freeze(&self, span: Range, rights: c_int, freeze_area: u64) -> Option<Freeze<'_>> {
+    pub(super) fn freeze(&self, range: Range, rights: c_int, freeze_area: u64) -> Option<Freeze<'_>> {
         let held = self.lock_mappings();
-        if self.is_excluded(span) {
+        if self.is_excluded(range) {
             return None;
         }
-        let heap = self.heap.watch_end(span, &self.watch).ok()?;
+        let heap = self.heap.watch_end(range, &self.watch).ok()?;
         let began_ns = sched::monotonic_ns();
-        // The span leaves the watch for writes; pages that stay are protected again in the end.
-        let _ = self.watch.unregister(span);
-        if self.hold.register(span, uffd::MODE_MISSING).is_err() {
+        // The range leaves the watch for writes; pages that stay are protected again in the end.
+        let _ = self.watch.unregister(range);
+        if self.hold.register(range, uffd::MODE_MISSING).is_err() {
             // Part of it may be registered.
-            self.watch_parts(span);
-            self.unwatch_heap(heap, span);
-            let _ = self.hold.wake(span);
+            self.watch_parts(range);
+            self.unwatch_heap(heap, range);
+            let _ = self.hold.wake(range);
             return None;
         }
         Some(Freeze {
             agent: self,
-            span,
+            range,
             freeze_area,
             rights,
             mapped_end: 0,
@@ -88,7 +88,7 @@ impl Agent {
 
     /// Maps the kernel's zero page over the pieces of zeros that were merged, where nothing has come since. A program that
     /// tracks memory by a userfaultfd, as postcopy migration does, finds received pages present.
-    fn map_zero_page(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+    fn map_zero_page(&self, pieces: &[RemapPiece], outcomes: &[Outcome]) {
         for (piece, outcome) in pieces.iter().zip(outcomes).filter(|(piece, _)| piece.segment == PIECE_ZERO) {
             let Range { start: mut at, end } = Range::pages_from(piece.addr, u64::from(outcome.merged));
             while at < end {
@@ -122,7 +122,7 @@ impl Agent {
 
     /// Maps the pages of the merged pieces into the page table, so that no access of the program has to wait for the agent:
     /// long pieces by windows, and neighbouring short ones, each a mapping of its own, by one call.
-    pub(super) fn prefault(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+    pub(super) fn prefault(&self, pieces: &[RemapPiece], outcomes: &[Outcome]) {
         let mut short = Range { start: 0, end: 0 };
         for (piece, outcome) in pieces.iter().zip(outcomes) {
             if piece.segment == PIECE_ZERO || outcome.merged == 0 {
@@ -178,7 +178,7 @@ impl Agent {
     }
 
     /// Where the slots of `piece` can be read, `Some(None)` for a piece of zeros; `None` if the segment is not mapped here.
-    fn slots_of(&self, piece: &Piece) -> Option<Option<*const Page>> {
+    fn slots_of(&self, piece: &RemapPiece) -> Option<Option<*const Page>> {
         if piece.segment == PIECE_ZERO {
             Some(None)
         } else {
@@ -188,9 +188,9 @@ impl Agent {
 }
 
 impl Freeze<'_> {
-    /// Wakes the threads that wait for the span: they find the slots. No thread has to wait for the work that is left.
+    /// Wakes the threads that wait for the range: they find the slots. No thread has to wait for the work that is left.
     pub(super) fn wake(&mut self) {
-        let _ = self.agent.hold.wake(self.span);
+        let _ = self.agent.hold.wake(self.range);
         self.note();
     }
 
@@ -200,10 +200,10 @@ impl Freeze<'_> {
         }
     }
 
-    /// Ends the freeze, after which no page of the span may be in the freeze area unless it is mapped from the pool, zero or
+    /// Ends the freeze, after which no page of it may be in the freeze area unless it is mapped from the pool, zero or
     /// discarded. Frees the first `frozen` bytes there.
-    pub(super) fn end(mut self, pieces: &[Piece], outcomes: &[Outcome], frozen: u64) {
-        self.agent.unwatch_heap(self.heap.take(), self.span);
+    pub(super) fn end(mut self, pieces: &[RemapPiece], outcomes: &[Outcome], frozen: u64) {
+        self.agent.unwatch_heap(self.heap.take(), self.range);
         self.wake();
         self.agent.map_zero_page(pieces, outcomes);
         if frozen > 0 {
@@ -215,16 +215,17 @@ impl Freeze<'_> {
         owned_ranges::empty_freeze_area(range, self.rights, &self.agent.watch);
     }
 
-    /// The addresses of the pages `run` of the span.
+    /// The addresses of the pages `run` of the range.
     pub(super) fn range_of(&self, run: core::ops::Range<usize>) -> Range {
-        Range::pages_from(self.span.start + run.start as u64 * PAGE, run.len() as u64)
+        Range::pages_from(self.range.start + run.start as u64 * PAGE, run.len() as u64)
     }
 
-    /// Moves `part` of the span to the freeze area, which is empty there; returns the bytes moved and what ended the move
+    /// Moves `part` of the range to the freeze area, which is empty there; returns the bytes moved and what ended the move
     /// early.
     pub(super) fn move_away(&self, part: Range) -> (u64, Option<Errno>) {
         let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
-        let (moved, error) = self.agent.watch.move_pages(self.freeze_area + (part.start - self.span.start), part, mode);
+        let (moved, error) =
+            self.agent.watch.move_pages(self.freeze_area + (part.start - self.range.start), part, mode);
         #[cfg(test)]
         let (moved, error) =
             if FORGETS_MOVES.load(Ordering::Relaxed) { (0, Some(Errno(libc::EEXIST))) } else { (moved, error) };
@@ -238,9 +239,9 @@ impl Freeze<'_> {
         (moved + gone, error.filter(|_| gone == 0))
     }
 
-    /// The number in the span of the page at `addr`.
+    /// The number in the range of the page at `addr`.
     pub(super) const fn page_of(&self, addr: u64) -> usize {
-        ((addr - self.span.start) / PAGE) as usize
+        ((addr - self.range.start) / PAGE) as usize
     }
 
     /// How many frozen pages of `piece`, from the first one on, equal their slots. `frozen` tells why one is not.
@@ -249,7 +250,7 @@ impl Freeze<'_> {
     /// With the number of equal pages, why the next one was refused.
     pub(super) fn compare(
         &self,
-        piece: &Piece,
+        piece: &RemapPiece,
         frozen: impl Fn(usize) -> Result<(), RefusalReason>,
     ) -> Result<(), (u32, RefusalReason)> {
         let slots = self.agent.slots_of(piece).ok_or((0, RefusalReason::NotAnonymous))?;
@@ -281,7 +282,7 @@ impl Freeze<'_> {
     ///
     /// # Errors
     /// Why the kernel refused the mapping.
-    pub(super) fn map_slots(&mut self, piece: &Piece) -> Result<(), RefusalReason> {
+    pub(super) fn map_slots(&mut self, piece: &RemapPiece) -> Result<(), RefusalReason> {
         let range = Range::pages_from(piece.addr, u64::from(piece.pages));
         if piece.segment == PIECE_ZERO {
             self.mapped_end = range.end;
@@ -310,14 +311,14 @@ impl Freeze<'_> {
         }
     }
 
-    /// Moves the frozen pages `run` (page numbers in the span) back; holes are skipped.
+    /// Moves the frozen pages `run` (page numbers in the range) back; holes are skipped.
     pub(super) fn move_back(&mut self, run: core::ops::Range<usize>) {
         let (mut at, end) = (self.freeze_area + run.start as u64 * PAGE, self.freeze_area + run.end as u64 * PAGE);
         let mut len = end - at;
         let mut tries = 0;
         while at < end {
             let part = Range { start: at, end: end.min(at + len) };
-            let target = self.span.start + (at - self.freeze_area);
+            let target = self.range.start + (at - self.freeze_area);
             let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
             let (moved, error) = self.agent.hold.move_pages(target, part, mode);
             at += moved;
@@ -327,9 +328,9 @@ impl Freeze<'_> {
                 // what is in place; the frozen pages of its range are dropped here.
                 Some(Errno(libc::EAGAIN)) => match self.agent.hold.read_event() {
                     Ok(Some(uffd::Event::Remove(range))) => self.discard(range),
-                    // Threads that wait for the span are woken in the end; others need their answer now.
+                    // Threads that wait for the range are woken in the end; others need their answer now.
                     Ok(Some(event @ uffd::Event::PageFault { addr, .. }))
-                        if !(self.span.start..self.span.end).contains(&addr) =>
+                        if !(self.range.start..self.range.end).contains(&addr) =>
                     {
                         self.agent.serve_event(event);
                     }
@@ -364,11 +365,11 @@ impl Freeze<'_> {
     /// The program discards `removed`: frozen pages of it are dropped and will not be mapped.
     fn discard(&mut self, removed: Range) {
         // What is mapped from the pool is answered like any discard of merged memory.
-        let frozen = Range { start: self.mapped_end.clamp(self.span.start, self.span.end), ..self.span };
+        let frozen = Range { start: self.mapped_end.clamp(self.range.start, self.range.end), ..self.range };
         let start = removed.start.clamp(frozen.start, frozen.end);
         let end = removed.end.clamp(frozen.start, frozen.end);
         if start < end {
-            let frozen = self.freeze_area + (start - self.span.start);
+            let frozen = self.freeze_area + (start - self.range.start);
             self.empty_freeze_area(Range { start: frozen, end: frozen + (end - start) });
             let pages = self.page_of(start)..self.page_of(end);
             self.discarded[pages].fill(true);

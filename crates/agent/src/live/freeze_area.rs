@@ -1,6 +1,6 @@
 //! Where frozen pages wait.
 //!
-//! The kernel moves pages only between mappings with the same rights: a refused move is also the proof that a span has
+//! The kernel moves pages only between mappings with the same rights: a refused move is also the proof that a range has
 //! others than the agent assumed. So memory that can be executed has a freeze area of its own, made when such memory is
 //! listed first.
 
@@ -11,7 +11,7 @@ use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range, mem};
 use pagefold_protocol::message::FREEZE_PAGES_MAX;
 
-/// The freeze areas for spans of small pages.
+/// The freeze areas for ranges of small pages.
 #[derive(Debug)]
 pub(super) struct FreezeArea {
     usual: OwnedMapping,

@@ -3,14 +3,14 @@
 //!
 //! The order of steps carries the promise that no write is lost:
 //!
-//! 1. the span is registered for missing pages: a thread that touches an absent page waits;
+//! 1. the range is registered for missing pages: a thread that touches an absent page waits;
 //! 2. `UFFDIO_MOVE` takes the pages away, each atomically; the kernel refuses pinned and fork-shared pages, and anything but
 //!    private anonymous memory;
 //! 3. the bytes, which no thread can change now, are compared with the slots;
 //! 4. pages that differ are moved back;
 //! 5. pages that are equal are mapped from the pool, as read-only page cache under a private mapping, so that a later write
 //!    is the kernel's own copy on write;
-//! 6. the span is watched again and the waiting threads are woken.
+//! 6. the range is watched again and the waiting threads are woken.
 //!
 //! The mapping lock is held from 1 to 6: calls that would change the mappings wait. What the steps share with those of a
 //! huge page is [`freeze`](super::freeze).
@@ -21,9 +21,9 @@ use crate::address_space::prefault;
 use crate::limits::MOVE_TRIES;
 use pagefold_os::raw::Errno;
 use pagefold_os::{Range, mem, pagemap};
-use pagefold_protocol::message::{FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, RefusalReason};
+use pagefold_protocol::message::{FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, RefusalReason, RemapPiece};
 
-/// What became of a page of the span.
+/// What became of a page of the range.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     /// Still where it was: pinned, or refused.
@@ -37,9 +37,9 @@ enum State {
 }
 
 impl Agent {
-    /// Merges the pieces of one span: ascending, at most [`FREEZE_PAGES_MAX`] pages from first to last, with nothing merged
+    /// Merges the pieces of one freeze: ascending, at most [`FREEZE_PAGES_MAX`] pages from first to last, nothing merged
     /// between them. Writes one outcome per piece.
-    pub(super) fn remap_span(&self, pieces: &[Piece], outcomes: &mut [Outcome]) {
+    pub(super) fn remap_range(&self, pieces: &[RemapPiece], outcomes: &mut [Outcome]) {
         self.remap_exclusive(pieces, outcomes);
         for (piece, outcome) in pieces.iter().zip(outcomes) {
             let rest = behind(piece, outcome.merged);
@@ -70,19 +70,19 @@ impl Agent {
         is_any && seen.is_ok()
     }
 
-    /// [`remap_span`](Self::remap_span); pages that a fork shared stay, as those that are pinned.
-    fn remap_exclusive(&self, pieces: &[Piece], outcomes: &mut [Outcome]) {
+    /// [`remap_range`](Self::remap_range); pages that a fork shared stay, as those that are pinned.
+    fn remap_exclusive(&self, pieces: &[RemapPiece], outcomes: &mut [Outcome]) {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else { return };
-        let span = Range { start: first.addr, end: last.addr + u64::from(last.pages) * PAGE };
+        let range = Range { start: first.addr, end: last.addr + u64::from(last.pages) * PAGE };
         outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
-        if span.is_empty() || span.pages() > FREEZE_PAGES_MAX as u64 || !span.start.is_multiple_of(PAGE) {
+        if range.is_empty() || range.pages() > FREEZE_PAGES_MAX as u64 || !range.start.is_multiple_of(PAGE) {
             return;
         }
-        let rights = self.rights_of_plain(span.start);
+        let rights = self.rights_of_plain(range.start);
         let Some(freeze_area) = self.freeze_area.start(rights) else { return };
-        let Some(mut freeze) = self.freeze(span, rights, freeze_area) else { return };
+        let Some(mut freeze) = self.freeze(range, rights, freeze_area) else { return };
         let mut states = [State::Hole; FREEZE_PAGES_MAX];
-        let states = &mut states[..span.pages() as usize];
+        let states = &mut states[..range.pages() as usize];
         freeze.take(states);
         for (piece, outcome) in pieces.iter().zip(outcomes.iter_mut()) {
             *outcome = freeze.compare_piece(piece, states);
@@ -94,32 +94,32 @@ impl Agent {
             freeze.map_piece(piece, outcome, states);
         }
         if pieces.iter().zip(&*outcomes).any(|(piece, outcome)| outcome.merged > 0 && piece.segment != PIECE_ZERO) {
-            self.report_discards(span);
+            self.report_discards(range);
         }
         let has_zeros = pieces.iter().any(|piece| piece.segment == PIECE_ZERO);
         if !has_zeros && states.iter().all(|state| *state == State::Equal) {
             freeze.wake();
         }
         freeze.watch_again(pieces, outcomes, states);
-        freeze.end(pieces, outcomes, span.len());
+        freeze.end(pieces, outcomes, range.len());
     }
 }
 
 impl Freeze<'_> {
-    /// Step 2: moves the span's pages to the freeze area.
+    /// Step 2: moves the range's pages to the freeze area.
     fn take(&mut self, states: &mut [State]) {
-        let span = self.span;
-        let mut at = span.start;
+        let range = self.range;
+        let mut at = range.start;
         let mut tries = 0;
         // One move stays within one mapping.
-        let mut len = span.len();
-        while at < span.end {
-            let part = Range { start: at, end: span.end.min(at + len) };
+        let mut len = range.len();
+        while at < range.end {
+            let part = Range { start: at, end: range.end.min(at + len) };
             let (moved, error) = self.move_away(part);
             at += moved;
             let left = match error {
                 None => {
-                    len = span.len();
+                    len = range.len();
                     None
                 }
                 Some(Errno(libc::EAGAIN)) if tries < MOVE_TRIES => {
@@ -141,7 +141,7 @@ impl Freeze<'_> {
             }
         }
         // A swapped-out page is not present here; it goes back untouched with the rest.
-        prefault::each_present(Range::pages_from(self.freeze_area, span.pages()), &self.agent.pagemap, |page| {
+        prefault::each_present(Range::pages_from(self.freeze_area, range.pages()), &self.agent.pagemap, |page| {
             if let Some(state @ State::Hole) = states.get_mut(page) {
                 *state = State::Frozen;
             }
@@ -149,7 +149,7 @@ impl Freeze<'_> {
     }
 
     /// Step 3: how many pages of `piece` equal their slots, from the first one on.
-    fn compare_piece(&self, piece: &Piece, states: &mut [State]) -> Outcome {
+    fn compare_piece(&self, piece: &RemapPiece, states: &mut [State]) -> Outcome {
         let compared = self.compare(piece, |page| match states[page] {
             State::Left(reason) => Err(reason),
             State::Equal => Err(RefusalReason::NotAnonymous),
@@ -164,7 +164,7 @@ impl Freeze<'_> {
     }
 
     /// Step 5: maps the equal pages of `piece` from the pool.
-    fn map_piece(&mut self, piece: &Piece, outcome: &mut Outcome, states: &mut [State]) {
+    fn map_piece(&mut self, piece: &RemapPiece, outcome: &mut Outcome, states: &mut [State]) {
         if outcome.merged == 0 || piece.segment == PIECE_ZERO {
             return;
         }
@@ -181,7 +181,7 @@ impl Freeze<'_> {
             let rest = first + done as usize..first + outcome.merged as usize;
             let (end, _) = self.alike_for_copies(self.range_of(rest.clone()));
             let pages = (self.page_of(end) - rest.start) as u32;
-            if let Err(reason) = self.map_slots(&Piece { pages, ..behind(piece, done) }) {
+            if let Err(reason) = self.map_slots(&RemapPiece { pages, ..behind(piece, done) }) {
                 states[rest.clone()].fill(State::Frozen);
                 self.move_back(rest);
                 *outcome = Outcome { merged: done, reason: reason as u32 };
@@ -192,7 +192,7 @@ impl Freeze<'_> {
     }
 
     /// Step 6: pages that were not merged are watched for writes again; holes in place of zero pages become ordinary memory.
-    fn watch_again(&self, pieces: &[Piece], outcomes: &[Outcome], states: &mut [State]) {
+    fn watch_again(&self, pieces: &[RemapPiece], outcomes: &[Outcome], states: &mut [State]) {
         // From here on `Equal` means: mapped from the pool.
         for (piece, outcome) in pieces.iter().zip(outcomes).filter(|(piece, _)| piece.segment == PIECE_ZERO) {
             let first = self.page_of(piece.addr);
@@ -219,9 +219,9 @@ impl Freeze<'_> {
 }
 
 /// What is left of `piece` behind its first `merged` pages.
-fn behind(piece: &Piece, merged: u32) -> Piece {
+fn behind(piece: &RemapPiece, merged: u32) -> RemapPiece {
     let addr = piece.addr + u64::from(merged) * PAGE;
-    Piece { addr, pages: piece.pages - merged, slot: piece.slot.wrapping_add(merged), ..*piece }
+    RemapPiece { addr, pages: piece.pages - merged, slot: piece.slot.wrapping_add(merged), ..*piece }
 }
 
 /// The runs of neighbouring states for which `wanted` holds, as index ranges.
@@ -306,15 +306,15 @@ mod tests {
                 child => child,
             }
         };
-        let pieces = [0u32, 4].map(|page| Piece {
+        let pieces = [0u32, 4].map(|page| RemapPiece {
             addr: memory.addr() + u64::from(page) * PAGE,
             pages: 4,
             slot: page,
-            ..Piece::default()
+            ..RemapPiece::default()
         });
         let merge = || {
             let mut outcomes = [Outcome::default(); 2];
-            agent.remap_span(&pieces, &mut outcomes);
+            agent.remap_range(&pieces, &mut outcomes);
             outcomes.map(|outcome| (outcome.merged, outcome.reason))
         };
         assert_eq!(merge(), [(0, RefusalReason::Pinned as u32); 2], "the child has the pages, too");
@@ -329,7 +329,7 @@ mod tests {
             libc::close(ends[0]);
         }
         let mut outcomes = [Outcome::default(); 2];
-        agent.remap_span(&[behind(&pieces[0], 1), pieces[1]], &mut outcomes);
+        agent.remap_range(&[behind(&pieces[0], 1), pieces[1]], &mut outcomes);
         let done = RefusalReason::Done as u32;
         assert_eq!(outcomes.map(|outcome| (outcome.merged, outcome.reason)), [(3, done), (4, done)]);
         for page in 0..PAGES {
@@ -351,23 +351,23 @@ mod tests {
         let memory = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
         // SAFETY: the test's memory, to which no reference exists.
         unsafe { memory.as_ptr().cast::<Page>().write(content(3)) };
-        let piece = Piece { addr: memory.addr(), pages: 1, ..Piece::default() };
+        let piece = RemapPiece { addr: memory.addr(), pages: 1, ..RemapPiece::default() };
         for (rights, assumed) in
             [(mem::READ_WRITE, mem::READ_WRITE_EXECUTE), (mem::READ_WRITE_EXECUTE, mem::READ_WRITE)]
         {
             // SAFETY: the test's memory.
             unsafe { mem::protect(memory.addr(), PAGE, rights) }.unwrap();
-            let span = Range::pages_from(memory.addr(), 1);
-            let mut freeze = agent.freeze(span, assumed, agent.freeze_area.start(assumed).unwrap()).unwrap();
+            let range = Range::pages_from(memory.addr(), 1);
+            let mut freeze = agent.freeze(range, assumed, agent.freeze_area.start(assumed).unwrap()).unwrap();
             let mut states = [State::Hole];
             freeze.take(&mut states);
             assert!(states[0] == State::Left(RefusalReason::NotAnonymous), "the kernel moved {rights} to {assumed}");
             let mut outcomes = [Outcome::default()];
             freeze.watch_again(&[piece], &outcomes, &mut states);
             freeze.end(&[piece], &outcomes, PAGE);
-            agent.remap_span(&[piece], &mut outcomes);
-            assert_eq!((outcomes[0].merged, agent.rights_of_pool(span)), (1, Some(rights)));
-            assert_eq!(agent.unshare(span), Ok(()));
+            agent.remap_range(&[piece], &mut outcomes);
+            assert_eq!((outcomes[0].merged, agent.rights_of_pool(range)), (1, Some(rights)));
+            assert_eq!(agent.unshare(range), Ok(()));
             assert_eq!(agent.maps.rights_at(memory.addr()), Some(rights));
         }
     }
@@ -405,16 +405,16 @@ mod tests {
         put(7, &content(71));
         put(8, &content(72));
         put(9, &content(9));
-        let piece = |page: u32, pages: u32, slot: u32| Piece {
+        let piece = |page: u32, pages: u32, slot: u32| RemapPiece {
             addr: memory.addr() + u64::from(page) * PAGE,
             pages,
             slot,
-            ..Piece::default()
+            ..RemapPiece::default()
         };
-        let zeros = Piece { segment: PIECE_ZERO, ..piece(4, 1, 0) };
+        let zeros = RemapPiece { segment: PIECE_ZERO, ..piece(4, 1, 0) };
         let pieces = [piece(0, 4, 0), zeros, piece(5, 1, 5), piece(6, 1, 6), piece(7, 1, 7), piece(9, 1, 9)];
         let mut outcomes = [Outcome::default(); 6];
-        agent.remap_span(&pieces, &mut outcomes);
+        agent.remap_range(&pieces, &mut outcomes);
         let (done, changed) = (RefusalReason::Done as u32, RefusalReason::Changed as u32);
         let absent = RefusalReason::Absent as u32;
         let found = outcomes.map(|outcome| (outcome.merged, outcome.reason));
@@ -485,13 +485,13 @@ mod tests {
                 // SAFETY: `page` is below `PAGES`, so `at` points into `memory`, which no other thread uses yet.
                 (0..PAGES).for_each(|page| unsafe { at(page).write(content(page)) });
                 for first in (0..8 * PAGES).step_by(8).map(|first| first % PAGES) {
-                    let piece = |page: usize| Piece {
+                    let piece = |page: usize| RemapPiece {
                         addr: at(first + page) as u64,
                         pages: 1,
                         slot: page as u32,
-                        ..Piece::default()
+                        ..RemapPiece::default()
                     };
-                    agent.remap_span(&core::array::from_fn::<_, 8, _>(piece), &mut [Outcome::default(); 8]);
+                    agent.remap_range(&core::array::from_fn::<_, 8, _>(piece), &mut [Outcome::default(); 8]);
                 }
                 // SAFETY: `page` is below `PAGES`, so `at` points into `memory`, which is mapped until the turn ends.
                 wrong = (0..PAGES).filter(|page| unsafe { at(*page).read_volatile() } != content(*page)).count();

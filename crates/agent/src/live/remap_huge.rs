@@ -3,7 +3,7 @@
 //! A merge page by page would have the kernel split it first, while its pages are frozen. That takes longer than everything
 //! else, and leaves 512 small pages to be freed. So where the pieces cover a huge page, it is moved as one. If all of it is
 //! equal, it is mapped, and the huge page returns to the system as one. If anything differs, it moves back, and the caller
-//! tries span by span. The order of steps is that of [`remap`](super::remap), and so is the argument for it.
+//! tries freeze by freeze. The order of steps is that of [`remap`](super::remap), and so is the argument for it.
 
 use super::freeze::Freeze;
 use super::session::{Agent, PAGE};
@@ -15,22 +15,22 @@ use core::ffi::c_int;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::{PAGE_SIZE, Range, mem, uffd};
-use pagefold_protocol::message::{Outcome, PIECE_ZERO, Piece, RefusalReason};
+use pagefold_protocol::message::{Outcome, PIECE_ZERO, RefusalReason, RemapPiece};
 
 /// How many of the first `pieces` cover exactly the pages of one huge page, side by side; `None` if they do not.
-pub(crate) fn pieces_of_one(pieces: impl Iterator<Item = Piece>) -> Option<usize> {
-    let mut span = Range { start: 0, end: 0 };
+pub(crate) fn pieces_of_one(pieces: impl Iterator<Item = RemapPiece>) -> Option<usize> {
+    let mut range = Range { start: 0, end: 0 };
     for (index, piece) in pieces.enumerate() {
         if index == 0 {
-            span = Range { start: piece.addr, end: piece.addr };
+            range = Range { start: piece.addr, end: piece.addr };
         }
-        let joins = piece.addr == span.end && piece.pages > 0 && u64::from(piece.pages) <= HUGE_PAGES as u64;
-        if !joins || !span.start.is_multiple_of(HUGE_LEN) {
+        let joins = piece.addr == range.end && piece.pages > 0 && u64::from(piece.pages) <= HUGE_PAGES as u64;
+        if !joins || !range.start.is_multiple_of(HUGE_LEN) {
             return None;
         }
-        span.end += u64::from(piece.pages) * PAGE;
-        if span.len() >= HUGE_LEN {
-            return (span.len() == HUGE_LEN).then_some(index + 1);
+        range.end += u64::from(piece.pages) * PAGE;
+        if range.len() >= HUGE_LEN {
+            return (range.len() == HUGE_LEN).then_some(index + 1);
         }
     }
     None
@@ -39,16 +39,16 @@ pub(crate) fn pieces_of_one(pieces: impl Iterator<Item = Piece>) -> Option<usize
 impl Agent {
     /// Merges the pieces, which cover the pages of one huge page, if it is one and all are equal. Returns false if nothing
     /// is merged; else writes one outcome per piece.
-    pub(super) fn remap_huge(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
+    pub(super) fn remap_huge(&mut self, pieces: &[RemapPiece], outcomes: &mut [Outcome]) -> bool {
         let Some(first) = pieces.first() else { return false };
-        let span = Range { start: first.addr, end: first.addr + HUGE_LEN };
-        let rights = self.rights_of_plain(span.start);
-        if !self.is_huge(span) {
+        let range = Range { start: first.addr, end: first.addr + HUGE_LEN };
+        let rights = self.rights_of_plain(range.start);
+        if !self.is_huge(range) {
             return false;
         }
         let Some(freeze_area) = self.make_huge_freeze_area(rights) else { return false };
         self.read_slots(pieces);
-        let Some(mut freeze) = self.freeze(span, rights, freeze_area) else { return false };
+        let Some(mut freeze) = self.freeze(range, rights, freeze_area) else { return false };
         outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
         let merged = freeze.take_huge() && freeze.are_equal(pieces) && freeze.map_all(pieces, outcomes);
         if merged {
@@ -65,7 +65,7 @@ impl Agent {
     }
 
     /// Brings the slots into the page table and the cache before the freeze, which is shorter for it.
-    fn read_slots(&self, pieces: &[Piece]) {
+    fn read_slots(&self, pieces: &[RemapPiece]) {
         const LINE: usize = 64;
         for piece in pieces.iter().filter(|piece| piece.segment != PIECE_ZERO) {
             let Some(slots) = self.slots(piece.segment, piece.slot, piece.pages) else { continue };
@@ -116,13 +116,13 @@ impl Freeze<'_> {
         // Checked once more: a thread that reads discarded memory from here on waits, and gets no huge zero page, which some
         // kernels (6.16 and newer) move as a page that does not exist.
         let (moved, error) =
-            if self.agent.is_huge(self.span) { self.move_away(self.span) } else { (0, Some(Errno(libc::ENOENT))) };
+            if self.agent.is_huge(self.range) { self.move_away(self.range) } else { (0, Some(Errno(libc::ENOENT))) };
         // If something has split it in this very moment, a merge as one is not worth it.
         if error.is_none() && self.agent.is_huge(Range { start: self.freeze_area, end: self.freeze_area + HUGE_LEN }) {
             return true;
         }
         self.put_back(0..(moved / PAGE) as usize);
-        self.agent.watch_part(Range { start: self.span.start + moved, ..self.span });
+        self.agent.watch_part(Range { start: self.range.start + moved, ..self.range });
         false
     }
 
@@ -139,7 +139,7 @@ impl Freeze<'_> {
     }
 
     /// Returns true if each page equals its slot. If one does not, all are back.
-    fn are_equal(&mut self, pieces: &[Piece]) -> bool {
+    fn are_equal(&mut self, pieces: &[RemapPiece]) -> bool {
         let equal = pieces.iter().all(|piece| self.compare(piece, |_| Ok(())).is_ok());
         if !equal {
             self.put_back(0..HUGE_PAGES);
@@ -149,10 +149,10 @@ impl Freeze<'_> {
 
     /// Maps the slots, consecutive ones by one call. What the kernel does not map is back. Returns false if nothing is
     /// mapped.
-    fn map_all(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
+    fn map_all(&mut self, pieces: &[RemapPiece], outcomes: &mut [Outcome]) -> bool {
         let mut done = 0;
         while let Some(first) = pieces.get(done) {
-            let follow = |pair: &&[Piece]| {
+            let follow = |pair: &&[RemapPiece]| {
                 let next = pair[0].slot.checked_add(pair[0].pages);
                 pair[0].segment == pair[1].segment && (pair[0].segment == PIECE_ZERO || next == Some(pair[1].slot))
             };
@@ -163,7 +163,7 @@ impl Freeze<'_> {
                 joined = 1;
             }
             let pages: u32 = pieces[done..joined].iter().map(|piece| piece.pages).sum();
-            if let Err(reason) = self.map_slots(&Piece { pages, ..*first }) {
+            if let Err(reason) = self.map_slots(&RemapPiece { pages, ..*first }) {
                 self.put_back(self.page_of(first.addr)..HUGE_PAGES);
                 outcomes[done..].fill(Outcome { merged: 0, reason: reason as u32 });
                 return done > 0;
@@ -183,9 +183,9 @@ impl Freeze<'_> {
     }
 
     /// Maps the merged pages into the page table, and watches everything.
-    fn settle(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+    fn settle(&self, pieces: &[RemapPiece], outcomes: &[Outcome]) {
         self.agent.prefault(pieces, outcomes);
-        let mut shown = Range { start: self.span.start, end: self.span.start };
+        let mut shown = Range { start: self.range.start, end: self.range.start };
         for (piece, outcome) in pieces.iter().zip(outcomes) {
             let range = Range::pages_from(piece.addr, u64::from(outcome.merged));
             if piece.segment == PIECE_ZERO || range.is_empty() {
@@ -257,12 +257,12 @@ mod tests {
     }
 
     /// Pieces that show the slots from `slot` on.
-    fn pieces_at(at: u64, slot: usize) -> [Piece; HUGE_PAGES / 64] {
-        core::array::from_fn(|index| Piece {
+    fn pieces_at(at: u64, slot: usize) -> [RemapPiece; HUGE_PAGES / 64] {
+        core::array::from_fn(|index| RemapPiece {
             addr: at + index as u64 * 64 * PAGE,
             pages: 64,
             slot: (slot + index * 64) as u32,
-            ..Piece::default()
+            ..RemapPiece::default()
         })
     }
 
@@ -278,14 +278,14 @@ mod tests {
     #[test]
     fn the_huge_zero_page_is_not_taken() {
         begin(|mut agent, at| {
-            let span = Range { start: at, end: at + HUGE_LEN };
-            assert!(agent.is_huge(span));
+            let range = Range { start: at, end: at + HUGE_LEN };
+            assert!(agent.is_huge(range));
             // SAFETY: the test's memory.
             unsafe { mem::advise(at, HUGE_LEN, libc::MADV_DONTNEED) }.unwrap();
             assert_eq!(shown(at, 5), [0; PAGE_SIZE]);
-            assert!(!agent.is_huge(span), "moved, it is a page that does not exist for some kernels");
+            assert!(!agent.is_huge(range), "moved, it is a page that does not exist for some kernels");
             let mut outcomes = [Outcome::default(); 8];
-            let pieces = pieces_at(at, 0).map(|piece| Piece { segment: PIECE_ZERO, ..piece });
+            let pieces = pieces_at(at, 0).map(|piece| RemapPiece { segment: PIECE_ZERO, ..piece });
             assert!(!agent.remap_huge(&pieces, &mut outcomes));
             assert_eq!(shown(at, 5), [0; PAGE_SIZE]);
         });
@@ -306,8 +306,8 @@ mod tests {
     }
 
     fn map_an_equal_one(mut agent: Agent, at: u64) {
-        let span = Range { start: at, end: at + HUGE_LEN };
-        agent.watch.register(span, uffd::MODE_WP).unwrap();
+        let range = Range { start: at, end: at + HUGE_LEN };
+        agent.watch.register(range, uffd::MODE_WP).unwrap();
         let mut outcomes = [Outcome::default(); 8];
         let mut pieces = pieces_at(at, 0);
         // The last page, and one in the middle, are another's.
@@ -315,18 +315,18 @@ mod tests {
             pieces[wrong].slot += 1;
             assert!(!agent.remap_huge(&pieces, &mut outcomes));
             pieces[wrong].slot -= 1;
-            assert!(agent.is_huge(span), "it was split");
+            assert!(agent.is_huge(range), "it was split");
             let all_of = pagemap::WPALLOWED | pagemap::WRITTEN;
             let query = Query { all_of, report: pagemap::WRITTEN, ..Query::default() };
-            let written = pagemap::scan(&agent.pagemap, span, query, &mut [pagemap::ScannedRange::default()]);
+            let written = pagemap::scan(&agent.pagemap, range, query, &mut [pagemap::ScannedRange::default()]);
             assert_eq!(written.unwrap().0, 0, "it is not watched as before");
         }
         assert!(agent.remap_huge(&pieces, &mut outcomes));
         assert!(outcomes.iter().all(|outcome| outcome.merged == 64 && outcome.reason == RefusalReason::Done as u32));
-        assert_eq!(agent.rights_of_pool(span), Some(mem::READ_WRITE));
+        assert_eq!(agent.rights_of_pool(range), Some(mem::READ_WRITE));
         assert!((0..HUGE_PAGES).all(|page| shown(at, page) == content(page)));
-        assert_eq!(agent.hold.register(span, uffd::MODE_MISSING), Ok(()));
-        assert!(agent.watch.register(span, uffd::MODE_WP).is_err(), "discards are not heard of");
+        assert_eq!(agent.hold.register(range, uffd::MODE_MISSING), Ok(()));
+        assert!(agent.watch.register(range, uffd::MODE_WP).is_err(), "discards are not heard of");
     }
 
     /// A discard that was answered meanwhile leaves fresh memory among what is mapped.
@@ -350,15 +350,15 @@ mod tests {
         begin(|mut agent, at| {
             let mut outcomes = [Outcome::default(); 8];
             assert!(agent.remap_huge(&pieces_at(at, 0), &mut outcomes));
-            let span = Range { start: at, end: at + HUGE_LEN };
+            let whole = Range { start: at, end: at + HUGE_LEN };
             let there = || {
                 let query = Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, ..Query::default() };
                 let mut found = [pagemap::ScannedRange::default(); 64];
-                let (count, _) = pagemap::scan(&agent.pagemap, span, query, &mut found).unwrap();
+                let (count, _) = pagemap::scan(&agent.pagemap, whole, query, &mut found).unwrap();
                 found[..count].iter().map(|region| (region.end - region.start) / PAGE).sum::<u64>()
             };
             for gone in [0..0, 0..512, 0..1, 511..512, 100..300] {
-                agent.hold.unregister(span).unwrap();
+                agent.hold.unregister(whole).unwrap();
                 let range = Range { start: at + gone.start * PAGE, end: at + gone.end * PAGE };
                 // SAFETY: the test's memory; no event is read, so the slots are mapped again.
                 unsafe {
@@ -366,8 +366,8 @@ mod tests {
                     ((at + 200 * PAGE) as *mut u64).write_volatile(201);
                 }
                 assert!(there() >= HUGE_PAGES as u64 - (gone.end - gone.start));
-                agent.hold_pool(span);
-                agent.map_as_pages(span);
+                agent.hold_pool(whole);
+                agent.map_as_pages(whole);
                 assert_eq!(there(), HUGE_PAGES as u64, "{gone:?}");
                 assert!((0..HUGE_PAGES).all(|page| shown(at, page) == content(page)));
             }
@@ -375,13 +375,13 @@ mod tests {
     }
 
     /// Merges the pieces whole, or one by one; returns whether all are merged.
-    fn merge(agent: &mut Agent, pieces: &[Piece; 8], whole: bool) -> bool {
+    fn merge(agent: &mut Agent, pieces: &[RemapPiece; 8], whole: bool) -> bool {
         let mut outcomes = [Outcome::default(); 8];
         if whole {
             return agent.remap_huge(pieces, &mut outcomes);
         }
         for (piece, outcome) in pieces.iter().zip(&mut outcomes) {
-            agent.remap_span(core::slice::from_ref(piece), core::slice::from_mut(outcome));
+            agent.remap_range(core::slice::from_ref(piece), core::slice::from_mut(outcome));
         }
         outcomes.iter().all(|outcome| outcome.merged == 64)
     }
@@ -432,14 +432,14 @@ mod tests {
         }
     }
 
-    fn piece(page: u64, pages: u32) -> Piece {
-        Piece { addr: (1 << 30) + page * PAGE, pages, ..Piece::default() }
+    fn piece(page: u64, pages: u32) -> RemapPiece {
+        RemapPiece { addr: (1 << 30) + page * PAGE, pages, ..RemapPiece::default() }
     }
 
     #[test]
     fn pieces_side_by_side_are_one_huge_page() {
-        let of_one = |pieces: &[Piece]| pieces_of_one(pieces.iter().copied());
-        let eight: Vec<Piece> = (0..9).map(|index| piece(index * 64, 64)).collect();
+        let of_one = |pieces: &[RemapPiece]| pieces_of_one(pieces.iter().copied());
+        let eight: Vec<RemapPiece> = (0..9).map(|index| piece(index * 64, 64)).collect();
         assert_eq!(of_one(&eight), Some(8), "what is behind it is another's");
         assert_eq!(of_one(&eight[..7]), None, "too short");
         assert_eq!(of_one(&eight[1..]), None, "not aligned");

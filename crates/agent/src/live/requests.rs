@@ -22,7 +22,7 @@ use pagefold_os::uffd::Uffd;
 use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock};
 use pagefold_protocol::handshake::WATCH_FEATURES;
 use pagefold_protocol::message::{
-    FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, RefusalReason, SEGMENTS_HELD,
+    FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, RefusalReason, RemapPiece, SEGMENTS_HELD,
     SEGMENTS_PER_REQUEST,
 };
 
@@ -181,14 +181,14 @@ impl Agent {
         })
     }
 
-    /// Splits the list of pieces into spans, and merges them one by one; those that cover a huge page at once, if that goes.
+    /// Splits the list of pieces into freezes, and merges them one by one; those that cover a huge page together, if it can.
     fn remap(&mut self, count: usize) -> Result<usize> {
-        let mut pieces = [Piece::default(); FREEZE_PAGES_MAX];
+        let mut pieces = [RemapPiece::default(); FREEZE_PAGES_MAX];
         let mut outcomes = [Outcome::default(); FREEZE_PAGES_MAX];
         let mut at = 0;
         let mut whole = true;
         while at < count {
-            let first: Piece = self.channel.request(at);
+            let first: RemapPiece = self.channel.request(at);
             // Each is copied before it is looked at, and not read again.
             let ahead = pieces.iter_mut().zip(at..count).map(|(piece, index)| {
                 *piece = self.channel.request(index);
@@ -208,20 +208,20 @@ impl Agent {
         Ok(count)
     }
 
-    /// Merges the first span of the pieces `left`, those before which are merged as a `whole` or not; returns how many
+    /// Merges the first freeze of the pieces `left`, those before which are merged as a `whole` or not; returns how many
     /// pieces it has.
     fn remap_first(
         &mut self,
         left: core::ops::Range<usize>,
         whole: bool,
-        pieces: &mut [Piece; FREEZE_PAGES_MAX],
+        pieces: &mut [RemapPiece; FREEZE_PAGES_MAX],
         outcomes: &mut [Outcome; FREEZE_PAGES_MAX],
     ) -> usize {
-        let first: Piece = self.channel.request(left.start);
+        let first: RemapPiece = self.channel.request(left.start);
         let mut len = 0;
         for index in left.take(pieces.len()) {
-            let piece: Piece = self.channel.request(index);
-            if piece.span != first.span {
+            let piece: RemapPiece = self.channel.request(index);
+            if piece.freeze != first.freeze {
                 break;
             }
             pieces[len] = piece;
@@ -234,7 +234,7 @@ impl Agent {
         if first.follows == 1 && !whole {
             outcomes.fill(Outcome { merged: 0, reason: RefusalReason::Changed as u32 });
         } else if ascending {
-            self.remap_span(pieces, outcomes);
+            self.remap_range(pieces, outcomes);
         } else {
             outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
         }

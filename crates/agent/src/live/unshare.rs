@@ -29,7 +29,7 @@ impl Agent {
     /// wait; their bytes are copied to fresh memory, and that is moved into place, again by one `mremap(2)`.
     ///
     /// Fresh memory comes from the *nursery*, one mapping, at the offset that the address has: what comes from neighbouring
-    /// places of one mapping is one mapping again where it arrives. Otherwise each span would remain one of its own.
+    /// places of one mapping is one mapping again where it arrives. Otherwise each range would remain one of its own.
     pub(crate) fn unshare(&mut self, range: Range) -> Result<(), Errno> {
         if range.is_empty() || range.pages() > FREEZE_PAGES_MAX as u64 || !range.start.is_multiple_of(PAGE) {
             return Err(Errno(libc::EINVAL));

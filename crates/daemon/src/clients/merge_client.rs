@@ -17,7 +17,7 @@ use crate::domain_key::DomainKey;
 use crate::status::UnmanagedMemory;
 use crate::waits::PastCounts;
 use pagefold_entry::memory::Memory;
-use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
+use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, PoolMapping, RemapPiece, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, ranges, sched, sock};
@@ -469,17 +469,17 @@ impl Client for MergeClient {
         Ok(())
     }
 
-    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+    fn remap(&mut self, pool: &Pool, pieces: &[RemapPiece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
         let mut at = 0;
         while at < pieces.len() {
-            // As many pieces as bring few enough new segments; spans stay whole unless one alone needs more.
+            // As many pieces as bring few enough new segments; freezes stay whole unless one alone needs more.
             let mut fds: Vec<Arc<Fd>> = Vec::new();
             let mut ids: Vec<(u32, u64)> = Vec::new();
             let mut places = std::collections::HashMap::new();
             let (mut end, mut pages) = (at, 0);
             while end < pieces.len() {
-                let begins_span = end == 0 || pieces[end].span != pieces[end - 1].span;
-                if self.attached.is_some() && begins_span && pages >= STOP_PAGES {
+                let begins_freeze = end == 0 || pieces[end].freeze != pieces[end - 1].freeze;
+                if self.attached.is_some() && begins_freeze && pages >= STOP_PAGES {
                     break;
                 }
                 pages += pieces[end].range.pages();
@@ -512,12 +512,12 @@ impl Client for MergeClient {
                 let (segment, slot) = piece.slot.map_or((PIECE_ZERO, 0), |slot| (slot.segment(), slot.index()));
                 self.shared.channel.put_request(
                     index,
-                    message::Piece {
+                    message::RemapPiece {
                         addr: piece.range.start,
                         pages: piece.range.pages() as u32,
                         segment,
                         slot,
-                        span: piece.span,
+                        freeze: piece.freeze,
                         follows: piece.follows.into(),
                     },
                 );

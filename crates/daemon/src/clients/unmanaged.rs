@@ -12,7 +12,7 @@ use crate::status::{FILE_PAGES, UnmanagedMemory};
 use pagefold_merge::Managed;
 use pagefold_os::fd::Fd;
 use pagefold_os::pagemap::{self, Query, ScannedRange};
-use pagefold_os::smaps::{self, Mapping};
+use pagefold_os::smaps::{self, SmapsEntry};
 use pagefold_os::sync::lock;
 use pagefold_os::{Errno, Range, ranges, sched};
 use pagefold_protocol::message::ALL_MIN;
@@ -104,7 +104,7 @@ fn of_process(shared: &SharedClient, managed: &Managed) -> io::Result<Vec<Unmana
 }
 
 /// Bytes in memory of `mapping` outside of `ranges`, which are in order.
-fn outside(pid: i32, pagemap: &mut Option<Fd>, mapping: &Mapping<'_>, ranges: &[Range]) -> Result<u64, Errno> {
+fn outside(pid: i32, pagemap: &mut Option<Fd>, mapping: &SmapsEntry<'_>, ranges: &[Range]) -> Result<u64, Errno> {
     let whole = mapping.map.range;
     let parts = without(whole, ranges);
     if mapping.resident == 0 || parts.is_empty() {
@@ -169,7 +169,7 @@ struct Rules {
 
 impl Rules {
     /// Why memory of a mapping is not managed.
-    fn judge(self, mapping: &Mapping<'_>) -> Vec<(&'static str, Held)> {
+    fn judge(self, mapping: &SmapsEntry<'_>) -> Vec<(&'static str, Held)> {
         let map = &mapping.map;
         if mapping.huge_tlb > 0 {
             return vec![("huge TLB pages", Held::Known(mapping.huge_tlb))];
@@ -193,7 +193,7 @@ impl Rules {
     }
 
     /// Why private memory of no file is not managed.
-    fn judge_private(self, mapping: &Mapping<'_>) -> &'static str {
+    fn judge_private(self, mapping: &SmapsEntry<'_>) -> &'static str {
         const FLAGS: [(&str, &str); 7] = [
             ("io", OF_KERNEL),
             ("lo", "locked (mlock)"),

@@ -223,7 +223,7 @@ fn tell(out: &mut Vec<String>, lines: Vec<String>, what: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_merge::client::{Client, Gone, Outcome, Piece, PoolMapping, Written};
+    use pagefold_merge::client::{Client, Gone, Outcome, PoolMapping, RemapPiece, Written};
     use pagefold_pool::Pool;
 
     #[test]
@@ -294,7 +294,7 @@ mod tests {
             readable[..runs.len()].fill(true);
             Ok(())
         }
-        fn remap(&mut self, _: &Pool, _: &[Piece], _: &mut Vec<Outcome>) -> Result<(), Gone> {
+        fn remap(&mut self, _: &Pool, _: &[RemapPiece], _: &mut Vec<Outcome>) -> Result<(), Gone> {
             Ok(())
         }
         fn heal(&mut self, _: &[Range], _: &mut Vec<bool>) -> Result<(), Gone> {

@@ -3,7 +3,7 @@
 use super::Build;
 use crate::config::Limits;
 use crate::error::{At, Result};
-use crate::format::chunked::{Piece, Plan};
+use crate::format::chunked::{Part, Plan};
 use crate::format::decompress::unpack;
 use std::fs::File;
 use std::io::{self, Read};
@@ -48,25 +48,25 @@ impl Parts {
 
     /// The unpacked layer.
     pub(super) fn reader<'a>(&'a self, build: &'a Build, limits: Limits) -> impl Read + 'a {
-        Reader { build, parts: self, limits, pieces: self.plan.pieces.iter(), now: None }
+        Reader { build, parts: self, limits, rest: self.plan.parts.iter(), now: None }
     }
 }
 
-/// Reads piece after piece.
+/// Reads part after part.
 struct Reader<'a, 'b> {
     build: &'a Build<'b>,
     parts: &'a Parts,
     limits: Limits,
-    pieces: std::slice::Iter<'a, Piece>,
+    rest: std::slice::Iter<'a, Part>,
     now: Option<Box<dyn Read + 'a>>,
 }
 
 impl<'a> Reader<'a, '_> {
-    fn open(&self, piece: &'a Piece) -> Result<Box<dyn Read + 'a>> {
-        match piece {
-            Piece::Bytes(bytes) => Ok(Box::new(&bytes[..])),
-            Piece::Object(digest) => Ok(Box::new(self.build.open_object(digest)?)),
-            Piece::Packed(range) => {
+    fn open(&self, part: &'a Part) -> Result<Box<dyn Read + 'a>> {
+        match part {
+            Part::Bytes(bytes) => Ok(Box::new(&bytes[..])),
+            Part::Object(digest) => Ok(Box::new(self.build.open_object(digest)?)),
+            Part::Packed(range) => {
                 let place = self.parts.place(range.start);
                 let left = place..place + (range.end - range.start);
                 unpack(Section { file: &self.parts.file, left }, self.limits)
@@ -84,8 +84,8 @@ impl Read for Reader<'_, '_> {
                     return Ok(count);
                 }
             }
-            let Some(piece) = self.pieces.next() else { return Ok(0) };
-            self.now = Some(self.open(piece).map_err(|error| io::Error::other(error.to_string()))?);
+            let Some(part) = self.rest.next() else { return Ok(0) };
+            self.now = Some(self.open(part).map_err(|error| io::Error::other(error.to_string()))?);
         }
     }
 }

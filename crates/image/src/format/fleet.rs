@@ -56,7 +56,7 @@ pub struct Indexed {
 
 /// Where a piece lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct PieceLocation {
     /// The pack, by its number in the manifest.
     pub pack: u32,
     /// Where in the pack the piece begins.
@@ -93,7 +93,7 @@ pub struct Manifest {
     /// The packs that hold its objects.
     pub packs: Vec<Digest>,
     /// The pieces of its objects. The objects are in the order of their digests.
-    pub places: Vec<Place>,
+    pub locations: Vec<PieceLocation>,
 }
 
 /// Writes the index of pack `pack`.
@@ -129,7 +129,7 @@ fn read_index(bytes: &[u8]) -> Result<(Digest, Vec<Indexed>)> {
         if u64::from(piece.number) >= piece_count(size) {
             return Err(damaged());
         }
-        check_place(piece.offset, piece.packed)?;
+        check_location(piece.offset, piece.packed)?;
         pieces.push(piece);
     }
     Ok((pack, pieces))
@@ -145,8 +145,8 @@ pub fn encode_manifest(manifest: &Manifest) -> Vec<u8> {
     out.extend(head);
     out.extend(&manifest.tree);
     manifest.packs.iter().for_each(|pack| out.extend(pack.0));
-    for place in &manifest.places {
-        [place.pack, place.offset, place.packed].iter().for_each(|number| out.extend(number.to_le_bytes()));
+    for location in &manifest.locations {
+        [location.pack, location.offset, location.packed].iter().for_each(|number| out.extend(number.to_le_bytes()));
     }
     end(out)
 }
@@ -162,20 +162,20 @@ pub fn decode_manifest(bytes: &[u8]) -> Result<Manifest> {
     let tree = rest.take(tree)?.to_vec();
     let packs = rest.take(packs.checked_mul(32).ok_or_else(damaged)?)?;
     let packs: Vec<Digest> = packs.chunks_exact(32).map(|pack| Digest(pack.try_into().expect("32 bytes"))).collect();
-    let mut places = Vec::with_capacity(rest.0.len() / PLACED);
+    let mut locations = Vec::with_capacity(rest.0.len() / PLACED);
     while !rest.0.is_empty() {
-        let place = Place { pack: rest.number()?, offset: rest.number()?, packed: rest.number()? };
-        if place.pack as usize >= packs.len() {
+        let location = PieceLocation { pack: rest.number()?, offset: rest.number()?, packed: rest.number()? };
+        if location.pack as usize >= packs.len() {
             return Err(damaged());
         }
-        check_place(place.offset, place.packed)?;
-        places.push(place);
+        check_location(location.offset, location.packed)?;
+        locations.push(location);
     }
-    Ok(Manifest { head, tree, packs, places })
+    Ok(Manifest { head, tree, packs, locations })
 }
 
-/// What cannot be a piece's place in a pack is damage.
-fn check_place(offset: u32, packed: u32) -> Result<()> {
+/// What cannot be a piece's location in a pack is damage.
+fn check_location(offset: u32, packed: u32) -> Result<()> {
     let is_inside = offset.checked_add(packed).is_some_and(|end| end <= PACK_MAX);
     if is_inside && (1..=PACKED_MAX).contains(&packed) { Ok(()) } else { Err(damaged()) }
 }
@@ -250,8 +250,11 @@ mod tests {
             notes: vec![],
             profile: None,
         };
-        let places = vec![Place { pack: 0, offset: 0, packed: 9 }, Place { pack: 1, offset: 9, packed: PACKED_MAX }];
-        Manifest { head, tree: b"tree".to_vec(), packs: vec![Digest::of(b"1"), Digest::of(b"2")], places }
+        let locations = vec![
+            PieceLocation { pack: 0, offset: 0, packed: 9 },
+            PieceLocation { pack: 1, offset: 9, packed: PACKED_MAX },
+        ];
+        Manifest { head, tree: b"tree".to_vec(), packs: vec![Digest::of(b"1"), Digest::of(b"2")], locations }
     }
 
     fn index() -> (Digest, Vec<Indexed>) {
@@ -294,7 +297,7 @@ mod tests {
             pieces[1] = whole;
         }
         let mut manifest = manifest();
-        manifest.places[0].pack = 2;
+        manifest.locations[0].pack = 2;
         assert!(decode_manifest(&encode_manifest(&manifest)).is_err());
     }
 

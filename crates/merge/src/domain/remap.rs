@@ -1,7 +1,7 @@
 //! The remap stage, as the domain sees it: runs go out, outcomes come back, the ledger is settled.
 
 use super::{Domain, Member, Work};
-use crate::client::{Gone, Outcome, PIECES_MAX, Piece};
+use crate::client::{Gone, Outcome, PIECES_MAX, RemapPiece};
 use crate::page::{BACKOFF_MAX, PageState};
 use crate::plan::{self, PageRun, TargetSlot};
 use crate::table::Huge;
@@ -138,7 +138,7 @@ impl Domain {
     /// One round of remaps; returns the pages merged and the runs that are left behind failing pages.
     fn merge_round(&self, work: &mut Work, runs: &[PageRun], predicted: bool) -> Result<(u64, Vec<PageRun>), Gone> {
         let began = sched::monotonic_ns();
-        let mut pieces = plan::spans(&work.table, runs);
+        let mut pieces = plan::remap_pieces(&work.table, runs);
         // One run, and where it is wrong all behind that is.
         pieces.iter_mut().skip(1).for_each(|piece| piece.follows = predicted);
         debug_assert!(
@@ -161,9 +161,9 @@ impl Domain {
         let mut outcomes: Vec<Outcome> = Vec::new();
         let mut at = 0;
         while at < pieces.len() {
-            // A span must not be cut by the limit of a request.
+            // A freeze must not be cut by the limit of a request.
             let mut end = (at + PIECES_MAX).min(pieces.len());
-            while end < pieces.len() && end > at + 1 && pieces[end - 1].span == pieces[end].span {
+            while end < pieces.len() && end > at + 1 && pieces[end - 1].freeze == pieces[end].freeze {
                 end -= 1;
             }
             outcomes.clear();
@@ -195,13 +195,13 @@ impl Domain {
 
     /// Looks for writes to the pages that are frozen only because they lie between pieces: the freeze ends with all of
     /// them protected, and would hide what was written since the last look.
-    fn look_between(&self, work: &mut Work, pieces: &[Piece]) -> Result<(), Gone> {
+    fn look_between(&self, work: &mut Work, pieces: &[RemapPiece]) -> Result<(), Gone> {
         let mut at = 0;
         while at < pieces.len() {
-            let len = pieces[at..].iter().take_while(|piece| piece.span == pieces[at].span).count();
-            let span = Range { start: pieces[at].range.start, end: pieces[at + len - 1].range.end };
-            if pieces[at..at + len].iter().map(|piece| piece.range.pages()).sum::<u64>() < span.pages() {
-                self.look_at(work, span, false)?;
+            let len = pieces[at..].iter().take_while(|piece| piece.freeze == pieces[at].freeze).count();
+            let range = Range { start: pieces[at].range.start, end: pieces[at + len - 1].range.end };
+            if pieces[at..at + len].iter().map(|piece| piece.range.pages()).sum::<u64>() < range.pages() {
+                self.look_at(work, range, false)?;
             }
             at += len;
         }
@@ -209,7 +209,7 @@ impl Domain {
     }
 
     /// Counts the sharers of a piece before it is mapped, so that its segment stays; false if it is gone.
-    fn reserve(&self, piece: &Piece) -> bool {
+    fn reserve(&self, piece: &RemapPiece) -> bool {
         let Some(slot) = piece.slot else { return true };
         let pages = piece.range.pages() as u32;
         for page in 0..pages {
@@ -223,7 +223,7 @@ impl Domain {
     }
 
     /// Takes back the sharers of a piece from page `from` on.
-    fn unreserve(&self, piece: &Piece, from: u32) {
+    fn unreserve(&self, piece: &RemapPiece, from: u32) {
         if let Some(slot) = piece.slot {
             for page in from..piece.range.pages() as u32 {
                 self.pool.remove_sharer(pagefold_pool::Slot::from_number(slot.number() + page));
@@ -234,7 +234,7 @@ impl Domain {
     fn settle(
         &self,
         work: &mut Work,
-        piece: &Piece,
+        piece: &RemapPiece,
         outcome: Outcome,
         predicted: bool,
         rest: &mut Vec<PageRun>,

@@ -2,7 +2,7 @@
 
 use super::memory::{Backing, Entry, File, Frame, HUGE, Memory, OnFork, PAGE, Process, Shared, pages_of};
 use super::page_of;
-use crate::client::{Client, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
+use crate::client::{Client, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, Outcome, PoolMapping, RemapPiece, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Pool, Slot};
@@ -239,7 +239,7 @@ impl Client for SimClient {
         Ok(())
     }
 
-    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+    fn remap(&mut self, pool: &Pool, pieces: &[RemapPiece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
         let segments: BTreeSet<u32> = pieces.iter().filter_map(|piece| piece.slot).map(Slot::segment).collect();
         for segment in segments {
             let lacks =
@@ -258,20 +258,20 @@ impl Client for SimClient {
             let wrong = pieces[at].follows && !whole;
             let huge = pieces_of_one(&pieces[at..]).filter(|len| !wrong && is_huge(&memory, &pieces[at..at + len]));
             if let Some(len) = huge
-                && remap_span(&mut memory, shared, held, &pieces[at..at + len], true, out)?
+                && remap_freeze(&mut memory, shared, held, &pieces[at..at + len], true, out)?
             {
                 whole = out[out.len() - len..].iter().all(|outcome| outcome.why == RefusalReason::Done);
                 at += len;
                 continue;
             }
-            let len = pieces[at..].iter().take_while(|piece| piece.span == pieces[at].span).count();
-            let span = &pieces[at..at + len];
+            let len = pieces[at..].iter().take_while(|piece| piece.freeze == pieces[at].freeze).count();
+            let frozen = &pieces[at..at + len];
             if wrong {
-                out.extend(span.iter().map(|_| Outcome { merged: 0, why: RefusalReason::Changed }));
+                out.extend(frozen.iter().map(|_| Outcome { merged: 0, why: RefusalReason::Changed }));
             } else {
-                remap_span(&mut memory, shared, held, span, false, out)?;
+                remap_freeze(&mut memory, shared, held, frozen, false, out)?;
             }
-            whole = out.last().is_some_and(|last| u64::from(last.merged) == span[len - 1].range.pages());
+            whole = out.last().is_some_and(|last| u64::from(last.merged) == frozen[len - 1].range.pages());
             at += len;
         }
         Ok(())
@@ -312,60 +312,60 @@ impl Client for SimClient {
 }
 
 /// How many of the first pieces cover exactly the pages of one huge page, side by side.
-fn pieces_of_one(pieces: &[Piece]) -> Option<usize> {
+fn pieces_of_one(pieces: &[RemapPiece]) -> Option<usize> {
     let start = pieces.first().map(|piece| piece.range.start).filter(|start| start.is_multiple_of(HUGE))?;
     let joined = pieces.windows(2).take_while(|pair| pair[0].range.end == pair[1].range.start).count() + 1;
     pieces[..joined].iter().position(|piece| piece.range.end == start + HUGE).map(|last| last + 1)
 }
 
 /// Whether one huge page is where they are that can be moved as it is.
-fn is_huge(memory: &Memory, pieces: &[Piece]) -> bool {
-    let span = Range { start: pieces[0].range.start, end: pieces[pieces.len() - 1].range.end };
+fn is_huge(memory: &Memory, pieces: &[RemapPiece]) -> bool {
+    let range = Range { start: pieces[0].range.start, end: pieces[pieces.len() - 1].range.end };
     let able = |entry: &Entry| {
         let own = matches!((&entry.backing, entry.frame), (Backing::Anon, Frame::Own { exclusive: true, .. }));
         own && entry.huge && !entry.pinned
     };
-    pages_of(span).all(|addr| memory.entries.get(&addr).is_some_and(able))
+    pages_of(range).all(|addr| memory.entries.get(&addr).is_some_and(able))
 }
 
 /// Freeze, compare, map: the agent's steps, each with the program's other threads in between. Returns false if that was to
 /// be done with a huge page as a `whole`, and something is not equal: then it is as it was.
-fn remap_span(
+fn remap_freeze(
     memory: &mut Memory,
     shared: &Arc<Shared>,
     held: &Held,
-    pieces: &[Piece],
+    pieces: &[RemapPiece],
     as_whole: bool,
     out: &mut Vec<Outcome>,
 ) -> Result<bool, Gone> {
-    let span = Range { start: pieces[0].range.start, end: pieces[pieces.len() - 1].range.end };
+    let range = Range { start: pieces[0].range.start, end: pieces[pieces.len() - 1].range.end };
     let ascending = pieces.windows(2).all(|pair| pair[0].range.end <= pair[1].range.start);
     let whole = pieces.iter().all(|piece| !piece.range.is_empty() && piece.range.start % PAGE == 0);
-    if !ascending || !whole || !as_whole && span.pages() > FREEZE_PAGES_MAX {
+    if !ascending || !whole || !as_whole && range.pages() > FREEZE_PAGES_MAX {
         shared.fail(format!("pieces that no agent accepts: {pieces:?}"));
         out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: RefusalReason::NotAnonymous }));
         return Ok(true);
     }
     // What the daemon has listed may have been excluded since.
-    if memory.entries.range(span.start..span.end).any(|(_, entry)| entry.excluded) {
+    if memory.entries.range(range.start..range.end).any(|(_, entry)| entry.excluded) {
         if !as_whole {
             out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: RefusalReason::NotAnonymous }));
         }
         return Ok(!as_whole);
     }
-    memory.guarded = Some(span);
+    memory.guarded = Some(range);
     let mut found: BTreeMap<u64, Found> = BTreeMap::new();
     let mut written: BTreeSet<u64> = BTreeSet::new();
-    for (addr, entry) in memory.entries.range_mut(span.start..span.end) {
+    for (addr, entry) in memory.entries.range_mut(range.start..range.end) {
         if !entry.protected && !pieces.iter().any(|piece| piece.range.contains(&Range::pages_from(*addr, 1))) {
             written.insert(*addr);
         }
         (entry.watched, entry.protected) = (false, false);
     }
     if !as_whole {
-        memory.split(span);
+        memory.split(range);
     }
-    for addr in pages_of(span) {
+    for addr in pages_of(range) {
         found.insert(addr, freeze(memory, addr));
         if !as_whole {
             step(memory, shared)?;
@@ -380,10 +380,10 @@ fn remap_span(
     if as_whole && !equal {
         found.values_mut().for_each(|found| *found = Found::Frozen);
     } else {
-        memory.split(span);
+        memory.split(range);
     }
     // What differs goes back. A thread that discards meanwhile waits until its event is read.
-    for addr in pages_of(span) {
+    for addr in pages_of(range) {
         if matches!(found[&addr], Found::Frozen | Found::Hole) {
             drop_discarded(memory, &mut found);
             put_back(memory, addr);
@@ -403,7 +403,7 @@ fn remap_span(
         map_piece(memory, shared, held, piece, outcome);
         step(memory, shared)?;
     }
-    for addr in pages_of(span) {
+    for addr in pages_of(range) {
         if let Some(entry) = memory.entries.get_mut(&addr) {
             entry.watched = !entry.is_pool();
             let merged = entry.is_pool() && entry.frame == Frame::None;
@@ -441,7 +441,13 @@ fn freeze(memory: &mut Memory, addr: u64) -> Found {
     found
 }
 
-fn compare(memory: &Memory, shared: &Shared, held: &Held, piece: &Piece, found: &mut BTreeMap<u64, Found>) -> Outcome {
+fn compare(
+    memory: &Memory,
+    shared: &Shared,
+    held: &Held,
+    piece: &RemapPiece,
+    found: &mut BTreeMap<u64, Found>,
+) -> Outcome {
     let file = piece.slot.and_then(|slot| held.get(&slot.segment()));
     if piece.slot.is_some() && file.is_none() {
         return Outcome { merged: 0, why: RefusalReason::NotAnonymous };
@@ -484,7 +490,7 @@ fn drop_discarded(memory: &mut Memory, found: &mut BTreeMap<u64, Found>) {
                 found.insert(addr, Found::Hole);
             }
         }
-        // Pool mappings in its range outside the span are replaced after the remap.
+        // Pool mappings in its range outside the freeze are replaced after the remap.
         let outside: Vec<Range> = pages_of(range)
             .filter(|addr| memory.entries.get(addr).is_some_and(Entry::is_pool))
             .map(|addr| Range::pages_from(addr, 1))
@@ -506,7 +512,7 @@ fn put_back(memory: &mut Memory, addr: u64) {
     }
 }
 
-fn map_piece(memory: &mut Memory, shared: &Shared, held: &Held, piece: &Piece, outcome: &mut Outcome) {
+fn map_piece(memory: &mut Memory, shared: &Shared, held: &Held, piece: &RemapPiece, outcome: &mut Outcome) {
     let range = Range::pages_from(piece.range.start, u64::from(outcome.merged));
     let Some(slot) = piece.slot else {
         // Zero pages: what was there is dropped, and a hole stays.
@@ -711,7 +717,7 @@ impl Client for Hostile {
         Ok(())
     }
 
-    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+    fn remap(&mut self, pool: &Pool, pieces: &[RemapPiece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
         self.honest.remap(pool, pieces, out)?;
         if self.lies() {
             match self.rng.below(4) {

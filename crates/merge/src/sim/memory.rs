@@ -635,7 +635,7 @@ impl Memory {
             }
             Action::Map(pages, aligned) => drop(self.map(pages, aligned)),
             // A known limit, left out here: nothing keeps a bare call away from a frozen range.
-            Action::MapAt(range, Kind::Unseen) if self.guarded.is_some_and(|span| span.overlaps(&range)) => {}
+            Action::MapAt(range, Kind::Unseen) if self.guarded.is_some_and(|frozen| frozen.overlaps(&range)) => {}
             Action::MapAt(range, kind) => self.map_at(range, kind),
             Action::OnFork(range, on_fork) => self.mark_on_fork(range, on_fork),
             Action::Move(range) => self.move_to(range),
@@ -728,7 +728,7 @@ impl Memory {
     fn discard_call(&mut self, range: Range, raw: bool) {
         if raw {
             // An event goes out if part of the range is held, and the caller waits until it is read.
-            let frozen = self.guarded.is_some_and(|span| span.overlaps(&range));
+            let frozen = self.guarded.is_some_and(|frozen| frozen.overlaps(&range));
             let held = self.entries.range(range.start..range.end).any(|(_, entry)| entry.held);
             if frozen || held {
                 self.events.push(range);

@@ -1,6 +1,6 @@
 //! What several tests need.
 
-use pagefold_merge::client::{Client, Gone, Outcome, Piece, PoolMapping, Written};
+use pagefold_merge::client::{Client, Gone, Outcome, PoolMapping, RemapPiece, Written};
 use pagefold_merge::sim::SimClient;
 use pagefold_os::{Page, Range};
 use pagefold_pool::Pool;
@@ -42,7 +42,7 @@ impl Client for Scripted {
         (self.at)("fetch")?;
         self.honest.fetch(runs, out, readable)
     }
-    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+    fn remap(&mut self, pool: &Pool, pieces: &[RemapPiece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
         (self.at)("remap")?;
         let done = self.honest.remap(pool, pieces, out);
         (self.at)("remapped")?;

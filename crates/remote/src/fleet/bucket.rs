@@ -1,6 +1,6 @@
 //! Files of a fleet's store: read, written, listed, through servers that are busy or gone for a while.
 
-use crate::address::Backend;
+use crate::address::StoreAddress;
 use crate::error::{Error, Result, shorten};
 use crate::registry::{AGENT, hide, retry};
 use bytes::Bytes;
@@ -67,9 +67,9 @@ impl Bucket {
     ///
     /// # Errors
     /// A store that cannot be written; settings in the environment that do not fit.
-    pub fn open(backend: &Backend, access: Access, plain_http: bool, timeout: Duration) -> Result<Self> {
+    pub fn open(store_address: &StoreAddress, access: Access, plain_http: bool, timeout: Duration) -> Result<Self> {
         let secrets: Vec<String> = SECRETS.iter().filter_map(|name| env::var(name).ok()).collect();
-        let shown = backend.to_string();
+        let shown = store_address.to_string();
         let options = ClientOptions::new()
             .with_user_agent(AGENT.parse().expect("letters"))
             .with_connect_timeout(timeout)
@@ -77,8 +77,8 @@ impl Bucket {
         // Each request is tried again here, and nowhere else.
         let once = RetryConfig { max_retries: 0, ..RetryConfig::default() };
         let failed = |error: StoreError| Error::Said(format!("{shown}: {}", hide(text_of(&error), &secrets)));
-        let store: Box<dyn ObjectStore> = match backend {
-            Backend::S3 { bucket, prefix } => {
+        let store: Box<dyn ObjectStore> = match store_address {
+            StoreAddress::S3 { bucket, prefix } => {
                 let from_env = AmazonS3Builder::from_env().with_bucket_name(bucket);
                 let is_plain = plain_http || env::var("AWS_ALLOW_HTTP").is_ok_and(|value| value == "true");
                 let options = options.with_allow_http(is_plain);
@@ -90,7 +90,7 @@ impl Bucket {
                     .map_err(failed)?;
                 Box::new(PrefixStore::new(s3, Path::from(prefix.as_str())))
             }
-            Backend::Directory(path) => {
+            StoreAddress::Directory(path) => {
                 let path = std::path::Path::new(path);
                 if access == Access::Create && !path.exists() {
                     // No directory above it is made: a typing error must not make one.
@@ -100,10 +100,10 @@ impl Bucket {
                 let directory = directory.map_err(|_| Error::Said(format!("{}: no such directory", path.display())))?;
                 Box::new(directory.with_fsync(true))
             }
-            Backend::Http(_) if access != Access::Read => {
+            StoreAddress::Http(_) if access != Access::Read => {
                 return Err(Error::Said(format!("{shown}: a store is only read by http; name its s3:// or file://")));
             }
-            Backend::Http(url) => {
+            StoreAddress::Http(url) => {
                 let builder = HttpBuilder::new().with_url(url);
                 let options = options.with_allow_http(true);
                 Box::new(builder.with_client_options(options).with_retry(once).build().map_err(failed)?)

@@ -10,7 +10,7 @@ use super::bucket::{Access, Bucket, Listed};
 use super::lease::{self, unique};
 use super::packs::{Files, index_path, list_all, pack_path};
 use super::push::MANIFEST_MAX;
-use crate::address::Backend;
+use crate::address::StoreAddress;
 use crate::common::{Server, mib, say, seconds};
 use crate::error::{Error, Result};
 use bytes::Bytes;
@@ -60,7 +60,7 @@ struct Collected {
     dry_run: bool,
 }
 
-/// The packs that manifests name, each with the places that they name in it.
+/// The packs that manifests name, each with the locations that they name in it.
 type Needed = HashMap<Digest, HashSet<(u32, u32)>>;
 
 /// Removes packs that no image needs.
@@ -68,16 +68,16 @@ type Needed = HashMap<Digest, HashSet<(u32, u32)>>;
 /// # Errors
 /// A manifest that cannot be read: what it needs is unknown, and nothing is removed. A store that fails or refuses the
 /// login.
-pub async fn collect(server: &Server, backend: &Backend, wanted: &Wanted) -> Result<()> {
+pub async fn collect(server: &Server, store_address: &StoreAddress, wanted: &Wanted) -> Result<()> {
     let access = if wanted.dry_run { Access::Read } else { Access::Write };
-    let bucket = Bucket::open(backend, access, server.plain_http, server.timeout)?;
+    let bucket = Bucket::open(store_address, access, server.plain_http, server.timeout)?;
     let clock = unique(CLOCK)?;
     let collected = run(&bucket, wanted, &clock).await;
     if !wanted.dry_run {
         let _ = bucket.remove(&clock).await;
     }
     let mut collected = collected?;
-    if let Backend::Directory(path) = backend {
+    if let StoreAddress::Directory(path) = store_address {
         let age = wanted.keep.max(lease::LIFE);
         collected.unfinished_removed = remove_unfinished(path.as_ref(), age, wanted.dry_run);
     }
@@ -137,7 +137,8 @@ async fn run(bucket: &Bucket, wanted: &Wanted, clock: &str) -> Result<Collected>
         }
         collected.packs_kept += 1;
         collected.bytes_kept += bytes(files);
-        let used = needed.get(digest).map_or(0, |places| places.iter().map(|(_, packed)| u64::from(*packed)).sum());
+        let used =
+            needed.get(digest).map_or(0, |locations| locations.iter().map(|(_, packed)| u64::from(*packed)).sum());
         collected.bytes_unused += bytes(files).saturating_sub(used);
     }
     Ok(collected)
@@ -190,9 +191,9 @@ async fn needed(bucket: &Bucket, collected: &mut Collected) -> Result<Needed> {
         for pack in &manifest.packs {
             needed.entry(*pack).or_default();
         }
-        for place in &manifest.places {
-            let pack = manifest.packs[place.pack as usize];
-            needed.entry(pack).or_default().insert((place.offset, place.packed));
+        for location in &manifest.locations {
+            let pack = manifest.packs[location.pack as usize];
+            needed.entry(pack).or_default().insert((location.offset, location.packed));
         }
     }
     Ok(needed)

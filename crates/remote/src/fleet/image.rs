@@ -36,7 +36,7 @@ impl Image {
         if wanted.platform.is_some() {
             return Err(Error::Said("--platform: in a fleet's store a name stands for one image".into()));
         }
-        let bucket = Arc::new(Bucket::open(&address.backend, Access::Read, server.plain_http, server.timeout)?);
+        let bucket = Arc::new(Bucket::open(&address.store_address, Access::Read, server.plain_http, server.timeout)?);
         let found = runtime.block_on(bucket.get(&address.manifest(), MANIFEST_MAX))?;
         let whole = address.whole();
         let (bytes, _) = found.ok_or_else(|| Error::Said(format!("{whole}: no such image")))?;
@@ -90,7 +90,7 @@ fn refuse_foreign(tree: &mut Tree) -> Result<()> {
 /// Refuses a manifest that does not fit its tree, and an image that is too large.
 fn check(manifest: &Manifest, objects: &[Object], wanted: &Wanted) -> Result<()> {
     let sum = |of: fn(u64) -> u64| objects.iter().fold(0u64, |sum, (_, size)| sum.saturating_add(of(*size)));
-    if sum(piece_count) != manifest.places.len() as u64 {
+    if sum(piece_count) != manifest.locations.len() as u64 {
         return Err(Error::Said("damaged".into()));
     }
     let most = wanted.max_bytes.unwrap_or(pagefold_image::config::Limits::default().bytes);

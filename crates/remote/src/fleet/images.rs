@@ -1,7 +1,7 @@
 //! The images that a fleet's store names: listed, and taken away.
 
 use super::bucket::{Access, Bucket, Listed};
-use crate::address::{Address, Backend};
+use crate::address::{Address, StoreAddress};
 use crate::common::{Server, say};
 use crate::error::{Error, Result};
 use serde_json::json;
@@ -15,13 +15,13 @@ const PLACE: &str = "images/";
 ///
 /// # Errors
 /// No connection; a server that lists nothing.
-pub async fn list(server: &Server, backend: &Backend) -> Result<()> {
-    let bucket = Bucket::open(backend, Access::Read, server.plain_http, server.timeout)?;
+pub async fn list(server: &Server, store_address: &StoreAddress) -> Result<()> {
+    let bucket = Bucket::open(store_address, Access::Read, server.plain_http, server.timeout)?;
     let mut images: Vec<(Address, Listed)> = Vec::new();
     for file in bucket.list(PLACE).await? {
         // Other files are no images: those that a host was writing when it died, and what others have put there.
         let named = file.path.strip_prefix(PLACE).and_then(|path| path.split_once('/'));
-        let address = named.and_then(|(name, tag)| format!("{backend}/{name}:{tag}").parse().ok());
+        let address = named.and_then(|(name, tag)| format!("{store_address}/{name}:{tag}").parse().ok());
         images.extend(address.map(|address| (address, file)));
     }
     images.sort_by(|(a, _), (b, _)| (&a.name, &a.tag).cmp(&(&b.name, &b.tag)));
@@ -40,21 +40,23 @@ pub async fn list(server: &Server, backend: &Backend) -> Result<()> {
 /// # Errors
 /// A name that is none, or that the store does not have: then nothing is taken away. No connection; a login that may not
 /// remove.
-pub async fn take_away(server: &Server, backend: &Backend, names: &[String]) -> Result<()> {
+pub async fn take_away(server: &Server, store_address: &StoreAddress, names: &[String]) -> Result<()> {
     let parse = |name: &String| -> Result<Address> {
         let address = if name.contains('/') {
             Err("a NAME or NAME:TAG is wanted".into())
         } else {
-            format!("{backend}/{name}").parse()
+            format!("{store_address}/{name}").parse()
         };
         address.map_err(|error: String| Error::Said(format!("{name}: {error}")))
     };
     let addresses: Vec<Address> = names.iter().map(parse).collect::<Result<_>>()?;
-    let bucket = Bucket::open(backend, Access::Write, server.plain_http, server.timeout)?;
+    let bucket = Bucket::open(store_address, Access::Write, server.plain_http, server.timeout)?;
     let there: HashSet<String> = bucket.list(PLACE).await?.into_iter().map(|file| file.path).collect();
     if let Some(missing) = addresses.iter().find(|address| !there.contains(&address.manifest())) {
         let whole = missing.whole();
-        return Err(Error::Said(format!("{whole}: the store has no such image (see image ls --remote {backend})")));
+        return Err(Error::Said(format!(
+            "{whole}: the store has no such image (see image ls --remote {store_address})"
+        )));
     }
     for address in &addresses {
         bucket.remove(&address.manifest()).await?;

@@ -19,12 +19,12 @@ pub const GAP: u32 = 16 << 10;
 /// An object of the image: digest, bytes.
 pub type Object = (Digest, u64);
 
-/// A place, with the pack's own name: pack, offset, bytes there.
+/// A location, with the pack's own name: pack, offset, bytes there.
 pub type Lies = (Digest, u32, u32);
 
 /// A piece of object `object` of the image, and where in its pack it lies.
 #[derive(Clone, Copy)]
-pub struct Piece {
+pub struct ObjectPiece {
     pub object: usize,
     pub number: u32,
     pub offset: u32,
@@ -32,12 +32,12 @@ pub struct Piece {
 }
 
 /// A piece, and its pack.
-pub type InPack = (Digest, Piece);
+pub type InPack = (Digest, ObjectPiece);
 
 /// A range of a pack, and the pieces in it.
 pub struct Request {
     pub pack: Digest,
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<ObjectPiece>,
 }
 
 impl Request {
@@ -54,7 +54,7 @@ impl Request {
 pub struct Needs {
     pub objects: Vec<Object>,
     /// Where the pieces of each missing object lie, by object and number.
-    pub places: HashMap<(usize, u32), Lies>,
+    pub locations: HashMap<(usize, u32), Lies>,
     /// How many objects are missing.
     pub missing: usize,
 }
@@ -63,15 +63,15 @@ impl Needs {
     /// What `manifest`'s image needs, with these `objects`, of which the store `has` some.
     pub fn of(manifest: &Manifest, objects: Vec<Object>, has: &[bool]) -> Self {
         let missing = has.iter().filter(|has| !**has).count();
-        let (mut lie, mut places) = (HashMap::new(), manifest.places.iter());
+        let (mut lie, mut locations) = (HashMap::new(), manifest.locations.iter());
         for (object, (_, size)) in objects.iter().enumerate() {
             let count = piece_count(*size) as usize;
-            for (number, place) in places.by_ref().take(count).enumerate().filter(|_| !has[object]) {
-                let pack = manifest.packs[place.pack as usize];
-                lie.insert((object, number as u32), (pack, place.offset, place.packed));
+            for (number, location) in locations.by_ref().take(count).enumerate().filter(|_| !has[object]) {
+                let pack = manifest.packs[location.pack as usize];
+                lie.insert((object, number as u32), (pack, location.offset, location.packed));
             }
         }
-        Self { objects, places: lie, missing }
+        Self { objects, locations: lie, missing }
     }
 
     /// Returns true if object `object` has several pieces.
@@ -82,9 +82,9 @@ impl Needs {
     /// The missing pieces: first those that are whole objects, in the order of the packs, then the others, object by object.
     pub fn pieces(&self) -> (Vec<InPack>, Vec<InPack>) {
         let pieces = self
-            .places
+            .locations
             .iter()
-            .map(|(&(object, number), &(pack, offset, packed))| (pack, Piece { object, number, offset, packed }));
+            .map(|(&(object, number), &(pack, offset, packed))| (pack, ObjectPiece { object, number, offset, packed }));
         let (mut large, mut small): (Vec<_>, Vec<_>) = pieces.partition(|(_, piece)| self.is_large(piece.object));
         small.sort_by_key(|(pack, piece)| (*pack, piece.offset));
         large.sort_by_key(|(_, piece)| (piece.object, piece.number));
@@ -197,7 +197,7 @@ pub fn from_other_packs(
         let (digest, size) = needs.objects[object];
         let next = |number| {
             let piece = (object, number);
-            let all = needs.places.get(&piece).into_iter().chain(others.get(&piece).into_iter().flatten());
+            let all = needs.locations.get(&piece).into_iter().chain(others.get(&piece).into_iter().flatten());
             let mut failed = Error::Said("no pack has it".into());
             for (pack, offset, packed) in all {
                 if gone.contains(pack) {

@@ -5,7 +5,7 @@
 
 use super::bucket::Bucket;
 use super::image::Image;
-use super::objects::{Needs, Object, Piece, Request, from_other_packs, missing, put, unpack_piece};
+use super::objects::{Needs, Object, ObjectPiece, Request, from_other_packs, missing, put, unpack_piece};
 use super::packs::pack_path;
 use crate::address::Address;
 use crate::common::{Common, mib, say};
@@ -170,7 +170,7 @@ impl<'a> Arrivals<'a> {
     ///
     /// # Errors
     /// No connection.
-    fn next(&mut self) -> Result<Option<(Piece, Result<Vec<u8>>)>> {
+    fn next(&mut self) -> Result<Option<(ObjectPiece, Result<Vec<u8>>)>> {
         loop {
             if let Some((request, answer, done)) = &mut self.current
                 && let Some(piece) = request.pieces.get(*done)

@@ -9,7 +9,7 @@ use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use pagefold_image::digest::{Digest, hash_reader};
-use pagefold_image::fleet::{Head, Indexed, Manifest, PIECE, Place, encode_manifest, piece_bytes, piece_count};
+use pagefold_image::fleet::{Head, Indexed, Manifest, PIECE, PieceLocation, encode_manifest, piece_bytes, piece_count};
 use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
@@ -25,7 +25,7 @@ use tokio::runtime::Runtime;
 pub const MANIFEST_MAX: u64 = 1 << 30;
 
 /// A piece: the object, and which of its pieces.
-type Piece = (Digest, u32);
+type PieceKey = (Digest, u32);
 
 /// A place, with the pack's own name.
 type Lies = (Digest, u32, u32);
@@ -39,18 +39,22 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
     let store = common.open_with(name)?;
     let (record, _lease) = store.hold(name)?;
     let tree = store.tree(&record.digest)?;
-    let bucket =
-        Arc::new(Bucket::open(&address.backend, Access::Create, common.server.plain_http, common.server.timeout)?);
+    let bucket = Arc::new(Bucket::open(
+        &address.store_address,
+        Access::Create,
+        common.server.plain_http,
+        common.server.timeout,
+    )?);
     let path = address.manifest();
     let before = runtime.block_on(bucket.get(&path, MANIFEST_MAX))?;
     // Before the packs are listed: what a collection removes after this, it removes with regard to this push.
     let lease = Lease::take(runtime, bucket.clone())?;
     let objects = tree.objects();
-    let mut places: HashMap<Piece, Lies> = HashMap::new();
-    runtime.block_on(known(&bucket, &objects, &mut places))?;
-    let pieces_known = places.len() as u64;
+    let mut locations: HashMap<PieceKey, Lies> = HashMap::new();
+    runtime.block_on(known(&bucket, &objects, &mut locations))?;
+    let pieces_known = locations.len() as u64;
     let mut uploads = Uploads::new(runtime, bucket.clone());
-    upload(&store, &tree, &mut places, &mut uploads)?;
+    upload(&store, &tree, &mut locations, &mut uploads)?;
     uploads.finish()?;
     let metadata = store.tree_bytes(&record.digest)?;
     let head = Head {
@@ -60,7 +64,7 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
         notes: record.notes.clone(),
         profile: Profile::load(&store, &record.digest).and_then(|profile| profile.for_outside()),
     };
-    let manifest = manifest(head, &metadata, &objects, &places);
+    let manifest = manifest(head, &metadata, &objects, &locations);
     let bytes = Bytes::from(encode_manifest(&manifest));
     let mut uploaded = uploads.bytes_uploaded;
     lease.check()?;
@@ -79,12 +83,12 @@ pub fn push(runtime: &Runtime, common: &Common, address: &Address, name: &str) -
     let reference = address.whole();
     let text = if common.server.json {
         let value = serde_json::json!({ "name": name, "reference": reference, "digest": record.digest,
-            "pieces_known": pieces_known, "pieces_uploaded": places.len() as u64 - pieces_known,
+            "pieces_known": pieces_known, "pieces_uploaded": locations.len() as u64 - pieces_known,
             "packs_uploaded": uploads.packs_uploaded, "bytes_uploaded": uploaded });
         format!("{value:#}")
     } else {
         let mib = mib(uploaded);
-        let new = places.len() as u64 - pieces_known;
+        let new = locations.len() as u64 - pieces_known;
         format!("{}  {reference}\npieces: {pieces_known} known, {new} uploaded, {mib:.1} MiB", record.digest)
     };
     say(&text)
@@ -106,26 +110,26 @@ async fn check_packs(bucket: &Bucket, manifest: &Manifest, address: &Address) ->
 }
 
 /// Finds the pieces of `objects` that the store has.
-async fn known(bucket: &Bucket, objects: &[(Digest, u64, u32)], places: &mut HashMap<Piece, Lies>) -> Result<()> {
+async fn known(bucket: &Bucket, objects: &[(Digest, u64, u32)], locations: &mut HashMap<PieceKey, Lies>) -> Result<()> {
     let sizes: HashMap<Digest, u64> = objects.iter().map(|(digest, size, _)| (*digest, *size)).collect();
     let packs = packs::list(bucket).await?;
     let keep = |pack, piece: Indexed| {
         if sizes.get(&piece.object) == Some(&piece.size) {
-            places.insert((piece.object, piece.number), (pack, piece.offset, piece.packed));
+            locations.insert((piece.object, piece.number), (pack, piece.offset, piece.packed));
         }
     };
     packs::read(bucket, packs, keep).await.map(drop)
 }
 
 /// Uploads the pieces that have no place, in the order of the tree: a host that lacks a directory asks for one range.
-fn upload(store: &Store, tree: &Tree, places: &mut HashMap<Piece, Lies>, uploads: &mut Uploads) -> Result<()> {
+fn upload(store: &Store, tree: &Tree, locations: &mut HashMap<PieceKey, Lies>, uploads: &mut Uploads) -> Result<()> {
     let (mut order, mut seen) = (Vec::new(), HashSet::new());
     tree.walk(|_, id| {
         if let FileKind::File(Data::Object(digest, size)) = tree.inode(id).kind
             && seen.insert(digest)
         {
             let numbers = 0..piece_count(size) as u32;
-            let missing: Vec<u32> = numbers.filter(|number| !places.contains_key(&(digest, *number))).collect();
+            let missing: Vec<u32> = numbers.filter(|number| !locations.contains_key(&(digest, *number))).collect();
             if !missing.is_empty() {
                 order.push((digest, size, missing));
             }
@@ -136,7 +140,7 @@ fn upload(store: &Store, tree: &Tree, places: &mut HashMap<Piece, Lies>, uploads
     let mut packer = Packer::new();
     let mut place = |filled: Option<(Digest, Vec<Indexed>)>| {
         let (pack, pieces) = filled.unwrap_or((Digest([0; 32]), Vec::new()));
-        places.extend(pieces.iter().map(|piece| ((piece.object, piece.number), (pack, piece.offset, piece.packed))));
+        locations.extend(pieces.iter().map(|piece| ((piece.object, piece.number), (pack, piece.offset, piece.packed))));
     };
     for (digest, size, missing) in order {
         let file = open_whole(store, digest, size)?;
@@ -171,8 +175,13 @@ fn unread(store: &Store, digest: Digest, what: &dyn std::fmt::Display) -> Error 
     Error::Said(format!("{}: {what}", store.object_path(&digest).display()))
 }
 
-/// The manifest of an image with all its pieces in their places.
-fn manifest(head: Head, metadata: &[u8], objects: &[(Digest, u64, u32)], places: &HashMap<Piece, Lies>) -> Manifest {
+/// The manifest of an image with all its pieces in their locations.
+fn manifest(
+    head: Head,
+    metadata: &[u8],
+    objects: &[(Digest, u64, u32)],
+    locations: &HashMap<PieceKey, Lies>,
+) -> Manifest {
     let (mut packs, mut numbers) = (Vec::new(), HashMap::new());
     let mut number = |pack: Digest| {
         *numbers.entry(pack).or_insert_with(|| {
@@ -183,9 +192,9 @@ fn manifest(head: Head, metadata: &[u8], objects: &[(Digest, u64, u32)], places:
     let pieces =
         objects.iter().flat_map(|(digest, size, _)| (0..piece_count(*size) as u32).map(|piece| (*digest, piece)));
     let placed = pieces.map(|piece| {
-        let (pack, offset, packed) = places[&piece];
-        Place { pack: number(pack), offset, packed }
+        let (pack, offset, packed) = locations[&piece];
+        PieceLocation { pack: number(pack), offset, packed }
     });
-    let places = placed.collect();
-    Manifest { head, tree: Packer::new().pack(metadata), packs, places }
+    let locations = placed.collect();
+    Manifest { head, tree: Packer::new().pack(metadata), packs, locations }
 }

@@ -7,7 +7,7 @@ mod gc;
 use common::fleet::{Fleet, build, part, version, web};
 use common::{Answer, Host, Request, Server, answer, digest, failed, noise, ok, wait_until};
 use pagefold_image::digest::Digest;
-use pagefold_image::fleet::{self, Head, Indexed, Manifest, PIECE, Place};
+use pagefold_image::fleet::{self, Head, Indexed, Manifest, PIECE, PieceLocation};
 use pagefold_image::tree::{Data, FileKind, Inode, Meta, Tree};
 use pagefold_image::{erofs, gc as local_gc, stat};
 use serde_json::{Value, json};
@@ -105,10 +105,10 @@ fn objects_of_another_content_are_not_stored() {
     for image in ["one", "two"] {
         ok(&run(&here, "push", image, &fleet.address(image)));
     }
-    // The manifest of the first image with the places of the second.
+    // The manifest of the first image with the locations of the second.
     let at = |image: &str| fleet.0.path().join(format!("images/{image}/latest"));
     let read = |image: &str| fleet::decode_manifest(&fs::read(at(image)).unwrap()).unwrap();
-    let mixed = Manifest { packs: read("two").packs, places: read("two").places, ..read("one") };
+    let mixed = Manifest { packs: read("two").packs, locations: read("two").locations, ..read("one") };
     fs::write(at("mixed"), "").unwrap_or_else(|_| fs::create_dir_all(at("mixed").parent().unwrap()).unwrap());
     fs::write(at("mixed"), fleet::encode_manifest(&mixed)).unwrap();
     // The other pack has it.
@@ -253,14 +253,14 @@ fn manifests_that_lie_are_refused() {
         change(&mut manifest.head);
         manifest
     };
-    let place = Place { pack: 0, offset: 0, packed: 1 };
+    let place = PieceLocation { pack: 0, offset: 0, packed: 1 };
     for (manifest, word) in [
         (head(|head| head.tree = Digest::of(b"other")), "digest is"),
         (head(|head| head.tree_bytes += 1), "damaged"),
         (head(|head| head.tree_bytes = u64::MAX), "are allowed"),
-        (Manifest { places: vec![], ..whole.clone() }, "damaged"),
-        (Manifest { places: vec![place; 2], ..whole.clone() }, "damaged"),
-        (Manifest { places: vec![place], ..whole.clone() }, "is damaged"),
+        (Manifest { locations: vec![], ..whole.clone() }, "damaged"),
+        (Manifest { locations: vec![place; 2], ..whole.clone() }, "damaged"),
+        (Manifest { locations: vec![place], ..whole.clone() }, "is damaged"),
         (Manifest { tree: b"none".to_vec(), ..whole.clone() }, "damaged"),
     ] {
         fs::write(&path, fleet::encode_manifest(&manifest)).unwrap();
@@ -300,8 +300,8 @@ fn trees_that_no_build_writes_are_refused() {
         packed.truncate(length);
         let (tree, tree_bytes) = (Digest::of(&metadata), metadata.len() as u64);
         let head = Head { tree, tree_bytes, config: Default::default(), notes: vec![], profile: None };
-        let places = vec![Place { pack: 0, offset: 0, packed: 1 }];
-        let manifest = Manifest { head, tree: packed, packs: vec![Digest::of(b"pack")], places };
+        let locations = vec![PieceLocation { pack: 0, offset: 0, packed: 1 }];
+        let manifest = Manifest { head, tree: packed, packs: vec![Digest::of(b"pack")], locations };
         fs::write(at.join("latest"), fleet::encode_manifest(&manifest)).unwrap();
         says(&run(&there, "pull", "it", &fleet.address("app")), &["app:latest", "a tree that pagefold does not write"]);
     }

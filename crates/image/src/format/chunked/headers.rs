@@ -23,7 +23,7 @@ const BYTES: u32 = 2;
 
 /// The next bytes of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Segment {
+pub(super) enum ArchivePart {
     /// These: headers and padding.
     Bytes(Vec<u8>),
     /// The next of the table's contents.
@@ -34,20 +34,20 @@ pub(super) enum Segment {
 ///
 /// # Errors
 /// Another format; other contents.
-pub(super) fn parse(text: &[u8], mut sizes: impl Iterator<Item = u64>) -> Result<Vec<Segment>> {
-    let mut segments = Vec::new();
+pub(super) fn parse(text: &[u8], mut sizes: impl Iterator<Item = u64>) -> Result<Vec<ArchivePart>> {
+    let mut archive_parts = Vec::new();
     for document in serde_json::Deserializer::from_slice(text).into_iter::<Document>() {
         let document = document.map_err(|error| input!("copy of the headers: {error}"))?;
         match document.kind {
             // Every file has one, also if it is empty, a link or a directory.
             CONTENT if document.size == 0 => {}
-            CONTENT if sizes.next() == Some(document.size) => segments.push(Segment::Content),
+            CONTENT if sizes.next() == Some(document.size) => archive_parts.push(ArchivePart::Content),
             BYTES => {
                 let payload = document.payload.unwrap_or_default();
                 let bytes = STANDARD.decode(&*payload).map_err(|error| input!("copy of the headers: {error}"))?;
-                match segments.last_mut() {
-                    Some(Segment::Bytes(before)) => before.extend(bytes),
-                    _ => segments.push(Segment::Bytes(bytes)),
+                match archive_parts.last_mut() {
+                    Some(ArchivePart::Bytes(before)) => before.extend(bytes),
+                    _ => archive_parts.push(ArchivePart::Bytes(bytes)),
                 }
             }
             _ => return Err(input!("copy of the headers: it has other contents than the table")),
@@ -56,7 +56,7 @@ pub(super) fn parse(text: &[u8], mut sizes: impl Iterator<Item = u64>) -> Result
     if sizes.next().is_some() {
         return Err(input!("copy of the headers: it has fewer contents than the table"));
     }
-    Ok(segments)
+    Ok(archive_parts)
 }
 
 #[cfg(test)]
@@ -72,8 +72,8 @@ mod tests {
             {"type":1,"name":"a","size":5,"payload":"AAAAAAAAAAA=","position":3}
             {"type":1,"name_raw":"/w==","size":7,"payload":"AAAAAAAAAAA=","position":4}
             {"type":2,"payload":"ZW5k","position":5}"#;
-        let bytes = |text: &[u8]| Segment::Bytes(text.to_vec());
-        let expected = [bytes(b"header"), Segment::Content, Segment::Content, bytes(b"end")];
+        let bytes = |text: &[u8]| ArchivePart::Bytes(text.to_vec());
+        let expected = [bytes(b"header"), ArchivePart::Content, ArchivePart::Content, bytes(b"end")];
         assert_eq!(parse(text, &[5, 7]).unwrap(), expected);
         for (sizes, text) in [
             (&[5][..], text.to_string()),

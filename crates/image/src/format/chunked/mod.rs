@@ -9,10 +9,10 @@
 //! ("tar-split"), which needs no request for each of them.
 
 mod headers;
-mod place;
+mod location;
 mod plan;
 mod table;
 
-pub use place::TablePlace;
-pub use plan::{Piece, Plan};
-pub use table::{Content, Table};
+pub use location::TableLocation;
+pub use plan::{Part, Plan};
+pub use table::{Content, TableOfContents};

@@ -1,7 +1,7 @@
 //! How a layer is put together from a few ranges of its packed form and contents that the store has.
 
-use super::headers::Segment;
-use super::table::{Content, Table};
+use super::headers::ArchivePart;
+use super::table::{Content, TableOfContents};
 use crate::digest::Digest;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -17,7 +17,7 @@ const WORTH: u64 = 8;
 
 /// The next bytes of an unpacked layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Piece {
+pub enum Part {
     /// What these bytes of the packed layer unpack to.
     Packed(Range<u64>),
     /// An object of the store.
@@ -29,9 +29,9 @@ pub enum Piece {
 /// How a layer is put together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// The pieces, in the order of the archive.
-    pub pieces: Vec<Piece>,
-    /// The ranges of the packed layer that hold all packed pieces, in their order. They do not overlap.
+    /// The parts, in the order of the archive.
+    pub parts: Vec<Part>,
+    /// The ranges of the packed layer that hold all packed parts, in their order. They do not overlap.
     pub ranges: Vec<Range<u64>>,
     /// Contents that come from the store.
     pub contents: u64,
@@ -40,55 +40,55 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans to take the contents of `table` that `is_known` from the store, in the order of [`Table::contents`]. `None` if
-    /// that is not worthwhile.
-    pub fn new(table: Table, is_known: &[bool]) -> Option<Self> {
-        let Table { contents, archive_end, segments, .. } = table;
-        let mut pieces = Vec::new();
+    /// Plans to take the contents of `table` that `is_known` from the store, in the order of
+    /// [`TableOfContents::contents`]. `None` if that is not worthwhile.
+    pub fn new(table: TableOfContents, is_known: &[bool]) -> Option<Self> {
+        let TableOfContents { contents, archive_end, archive_parts, .. } = table;
+        let mut parts = Vec::new();
         let content = |(content, is_known): (Content, &bool)| match is_known {
-            true => Piece::Object(content.digest),
-            false => Piece::Packed(content.packed),
+            true => Part::Object(content.digest),
+            false => Part::Packed(content.packed),
         };
         let mut contents = contents.into_iter().zip(is_known);
-        if let Some(segments) = segments {
-            for segment in segments {
-                match segment {
-                    Segment::Bytes(bytes) => push(&mut pieces, Piece::Bytes(bytes)),
-                    Segment::Content => push(&mut pieces, content(contents.next()?)),
+        if let Some(archive_parts) = archive_parts {
+            for archive_part in archive_parts {
+                match archive_part {
+                    ArchivePart::Bytes(bytes) => push(&mut parts, Part::Bytes(bytes)),
+                    ArchivePart::Content => push(&mut parts, content(contents.next()?)),
                 }
             }
         } else {
             let mut at = 0;
             for next in contents {
                 let Range { start, end } = next.0.packed;
-                push(&mut pieces, Piece::Packed(at..start));
-                push(&mut pieces, content(next));
+                push(&mut parts, Part::Packed(at..start));
+                push(&mut parts, content(next));
                 at = end;
             }
-            push(&mut pieces, Piece::Packed(at..archive_end));
+            push(&mut parts, Part::Packed(at..archive_end));
         }
-        let ranges = ranges(&pieces);
+        let ranges = ranges(&parts);
         let bytes_left_out = archive_end - ranges.iter().map(|range| range.end - range.start).sum::<u64>();
-        let contents = pieces.iter().filter(|piece| matches!(piece, Piece::Object(_))).count() as u64;
+        let contents = parts.iter().filter(|part| matches!(part, Part::Object(_))).count() as u64;
         let is_worthwhile = contents > 0 && bytes_left_out > 0 && bytes_left_out >= archive_end / WORTH;
-        is_worthwhile.then_some(Self { pieces, ranges, contents, bytes_left_out })
+        is_worthwhile.then_some(Self { parts, ranges, contents, bytes_left_out })
     }
 }
 
-/// Adds a piece, to the one before it where frames follow each other.
-fn push(pieces: &mut Vec<Piece>, piece: Piece) {
-    match (pieces.last_mut(), piece) {
-        (_, Piece::Packed(next)) if next.is_empty() => {}
-        (Some(Piece::Packed(last)), Piece::Packed(next)) if last.end == next.start => last.end = next.end,
-        (_, piece) => pieces.push(piece),
+/// Adds a part, to the one before it where frames follow each other.
+fn push(parts: &mut Vec<Part>, part: Part) {
+    match (parts.last_mut(), part) {
+        (_, Part::Packed(next)) if next.is_empty() => {}
+        (Some(Part::Packed(last)), Part::Packed(next)) if last.end == next.start => last.end = next.end,
+        (_, part) => parts.push(part),
     }
 }
 
-/// The ranges that hold all packed pieces: they end where the largest gaps are.
-fn ranges(pieces: &[Piece]) -> Vec<Range<u64>> {
+/// The ranges that hold all packed parts: they end where the largest gaps are.
+fn ranges(parts: &[Part]) -> Vec<Range<u64>> {
     let packed = || {
-        pieces.iter().filter_map(|piece| match piece {
-            Piece::Packed(range) => Some(range),
+        parts.iter().filter_map(|part| match part {
+            Part::Packed(range) => Some(range),
             _ => None,
         })
     };
@@ -118,8 +118,8 @@ mod tests {
             "offset": range.start, "endOffset": range.end })
     }
 
-    fn table(entries: &[serde_json::Value], end: u64) -> crate::Result<Table> {
-        Table::parse(json!({ "version": 1, "entries": entries }).to_string().as_bytes(), end)
+    fn table(entries: &[serde_json::Value], end: u64) -> crate::Result<TableOfContents> {
+        TableOfContents::parse(json!({ "version": 1, "entries": entries }).to_string().as_bytes(), end)
     }
 
     fn digest(name: &str) -> Digest {
@@ -127,7 +127,7 @@ mod tests {
     }
 
     /// Two large contents, and a small one between them.
-    fn three() -> Table {
+    fn three() -> TableOfContents {
         // In any order; what is no file, and what has no end, is left as it is.
         let entries = [
             entry("b", 120_000..200_000),
@@ -146,21 +146,21 @@ mod tests {
         let names: Vec<Digest> = three().contents().iter().map(|content| content.digest).collect();
         assert_eq!(names, [digest("a"), digest("small"), digest("b")]);
         let plan = Plan::new(three(), &[true; 3]).unwrap();
-        let pieces = [
-            Piece::Packed(0..100),
-            Piece::Object(digest("a")),
-            Piece::Packed(100_000..100_200),
-            Piece::Object(digest("small")),
-            Piece::Packed(100_900..120_000),
-            Piece::Object(digest("b")),
-            Piece::Packed(200_000..200_050),
+        let parts = [
+            Part::Packed(0..100),
+            Part::Object(digest("a")),
+            Part::Packed(100_000..100_200),
+            Part::Object(digest("small")),
+            Part::Packed(100_900..120_000),
+            Part::Object(digest("b")),
+            Part::Packed(200_000..200_050),
         ];
         // The small content comes with the headers around it.
         let ranges = vec![0..100, 100_000..120_000, 200_000..200_050];
-        assert_eq!(plan, Plan { pieces: pieces.into(), ranges, contents: 3, bytes_left_out: 179_900 });
+        assert_eq!(plan, Plan { parts: parts.into(), ranges, contents: 3, bytes_left_out: 179_900 });
         let plan = Plan::new(three(), &[true, false, false]).unwrap();
-        let pieces = [Piece::Packed(0..100), Piece::Object(digest("a")), Piece::Packed(100_000..200_050)];
-        assert_eq!((&plan.pieces[..], plan.contents), (&pieces[..], 1));
+        let parts = [Part::Packed(0..100), Part::Object(digest("a")), Part::Packed(100_000..200_050)];
+        assert_eq!((&plan.parts[..], plan.contents), (&parts[..], 1));
         assert_eq!(Plan::new(three(), &[false, true, false]), None, "700 bytes are not worth a request");
         assert_eq!(Plan::new(three(), &[false; 3]), None);
     }
@@ -175,9 +175,9 @@ mod tests {
             table
         };
         let plan = Plan::new(with_headers(), &[true, false, true]).unwrap();
-        let bytes = |text: &[u8]| Piece::Bytes(text.to_vec());
-        let (a, small, b) = (Piece::Object(digest("a")), Piece::Packed(100_200..100_900), Piece::Object(digest("b")));
-        assert_eq!(plan.pieces, [bytes(b"one"), a, bytes(b"two"), small, b, bytes(b"end")]);
+        let bytes = |text: &[u8]| Part::Bytes(text.to_vec());
+        let (a, small, b) = (Part::Object(digest("a")), Part::Packed(100_200..100_900), Part::Object(digest("b")));
+        assert_eq!(plan.parts, [bytes(b"one"), a, bytes(b"two"), small, b, bytes(b"end")]);
         assert_eq!((plan.ranges.len(), &plan.ranges[0], plan.bytes_left_out), (1, &(100_200..100_900), 199_350));
         let all = Plan::new(with_headers(), &[true; 3]).unwrap();
         assert_eq!((all.ranges.len(), all.bytes_left_out), (0, 200_050));
@@ -205,12 +205,12 @@ mod tests {
         assert_eq!(plan.ranges.len(), RANGES_MAX);
         assert_eq!(plan.bytes_left_out, sizes(0) + 100 * sizes(800) + 155 * sizes(400));
         assert!(plan.ranges.windows(2).all(|pair| pair[0].end + GAP_MIN <= pair[1].start));
-        let packed = plan.pieces.iter().filter_map(|piece| match piece {
-            Piece::Packed(range) => Some(range),
+        let packed = plan.parts.iter().filter_map(|part| match part {
+            Part::Packed(range) => Some(range),
             _ => None,
         });
-        for piece in packed {
-            assert!(plan.ranges.iter().any(|range| range.start <= piece.start && piece.end <= range.end));
+        for part in packed {
+            assert!(plan.ranges.iter().any(|range| range.start <= part.start && part.end <= range.end));
         }
     }
 
@@ -231,7 +231,7 @@ mod tests {
             assert!(table(std::slice::from_ref(&odd), 200).is_err(), "{odd}");
         }
         for document in ["", "[]", "{}", r#"{"version":2,"entries":[]}"#, r#"{"version":1}"#] {
-            assert!(Table::parse(document.as_bytes(), 200).is_err(), "{document}");
+            assert!(TableOfContents::parse(document.as_bytes(), 200).is_err(), "{document}");
         }
     }
 }

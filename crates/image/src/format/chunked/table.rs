@@ -1,6 +1,6 @@
 //! The table of contents: which frames of a packed layer hold which content.
 
-use super::headers::{self, Segment};
+use super::headers::{self, ArchivePart};
 use crate::digest::Digest;
 use crate::error::{Result, input};
 use serde::Deserialize;
@@ -44,17 +44,17 @@ pub struct Content {
 
 /// What a layer's table says, as far as it can be used.
 #[derive(Clone, Debug)]
-pub struct Table {
+pub struct TableOfContents {
     /// The contents in the order of the layer. They do not overlap.
     pub(super) contents: Vec<Content>,
     /// Where the archive's frames end.
     pub(super) archive_end: u64,
     headers_digest: Option<Digest>,
     /// The archive without its contents, if there is a copy of its headers.
-    pub(super) segments: Option<Vec<Segment>>,
+    pub(super) archive_parts: Option<Vec<ArchivePart>>,
 }
 
-impl Table {
+impl TableOfContents {
     /// Reads the table of a layer with frames that end at `archive_end`.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl Table {
             return Err(input!("table of contents: contents at {:?} and {:?} overlap", one.packed, next.packed));
         }
         let headers_digest = document.tar_split_digest.map(|digest| Digest::parse(&digest)).transpose()?;
-        Ok(Self { contents, archive_end, headers_digest, segments: None })
+        Ok(Self { contents, archive_end, headers_digest, archive_parts: None })
     }
 
     /// The contents, in the order of the layer.
@@ -101,7 +101,7 @@ impl Table {
     /// # Errors
     /// Another format; other contents than the table has.
     pub fn add_headers(&mut self, text: &[u8]) -> Result<()> {
-        self.segments = Some(headers::parse(text, self.contents.iter().map(|content| content.size))?);
+        self.archive_parts = Some(headers::parse(text, self.contents.iter().map(|content| content.size))?);
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use super::documents::{Configuration, DockerManifest, Manifest, ManifestOrIndex,
 use crate::config::Limits;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result, input};
-use crate::format::chunked::TablePlace;
+use crate::format::chunked::TableLocation;
 use crate::format::decompress::{is_packed, unpack};
 use crate::proc_fd::open_path;
 use crate::run_config::RunConfig;
@@ -82,7 +82,7 @@ pub struct Layer {
     /// The digest of the unpacked layer, where the configuration has it.
     pub(crate) diff_id: Option<Digest>,
     /// The table of contents, where the manifest names one.
-    table: Option<TablePlace>,
+    table: Option<TableLocation>,
 }
 
 impl Layer {
@@ -93,7 +93,7 @@ impl Layer {
 
     /// The table of contents by which the layer can be fetched in parts. `None` without a digest of the unpacked layer:
     /// nothing else proves that the parts are the layer.
-    pub fn table(&self) -> Option<&TablePlace> {
+    pub fn table(&self) -> Option<&TableLocation> {
         self.table.as_ref().filter(|_| self.diff_id.is_some())
     }
 
@@ -218,7 +218,7 @@ pub(super) fn layers_of(manifest: &Manifest, configuration: &Configuration) -> R
         let (path, digest) = blob_path(&layer.digest)?;
         let what = format!("layer {} ({})", index + 1, layer.digest);
         let (expect, diff_id) = (Some((digest, layer.size)), diff_ids.get(index).copied());
-        layers.push(Layer { what, path, expect, diff_id, table: TablePlace::find(&layer.annotations, layer.size) });
+        layers.push(Layer { what, path, expect, diff_id, table: TableLocation::find(&layer.annotations, layer.size) });
     }
     Ok(layers)
 }

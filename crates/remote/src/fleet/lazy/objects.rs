@@ -6,7 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::fleet::bucket::Bucket;
-use crate::fleet::objects::{GAP, InPack, Needs, Piece, Request, from_other_packs, missing, put, unpack_piece};
+use crate::fleet::objects::{GAP, InPack, Needs, ObjectPiece, Request, from_other_packs, missing, put, unpack_piece};
 use crate::fleet::packs::pack_path;
 use futures_util::StreamExt;
 use pagefold_image::build::Build;
@@ -157,7 +157,7 @@ impl Objects {
 
     /// Returns true if the store did not have the object at the beginning.
     fn is_missing(&self, object: usize) -> bool {
-        self.needs.places.contains_key(&(object, 0))
+        self.needs.locations.contains_key(&(object, 0))
     }
 
     /// Requests for missing `objects`: large ones one by one, and small ones in ranges of their packs with gaps of at most
@@ -181,8 +181,8 @@ impl Objects {
     /// `most` bytes in all and with no gap above `gap`. Of a large one it has the first piece: a worker asks for them all.
     fn request(&self, object: usize, most: u32, gap: u32, wanted: impl Fn(usize) -> bool) -> Request {
         let Some(&place) = self.places.get(&object) else {
-            let (pack, offset, packed) = self.needs.places[&(object, 0)];
-            return Request { pack, pieces: vec![Piece { object, number: 0, offset, packed }] };
+            let (pack, offset, packed) = self.needs.locations[&(object, 0)];
+            return Request { pack, pieces: vec![ObjectPiece { object, number: 0, offset, packed }] };
         };
         let (pack, first) = self.packed[place];
         let mut request = Request { pack, pieces: vec![first] };
@@ -427,7 +427,7 @@ impl Objects {
         let number = request.pieces[0].object;
         let object = self.needs.objects[number];
         let ask = |piece: u32| async move {
-            let (pack, offset, packed) = self.needs.places[&(number, piece)];
+            let (pack, offset, packed) = self.needs.locations[&(number, piece)];
             let range = u64::from(offset)..u64::from(offset + packed);
             let bytes = self.bucket.range(&pack_path(&pack), range).await?.ok_or_else(|| missing(&pack))?;
             self.count_bytes(bytes.len() as u64);

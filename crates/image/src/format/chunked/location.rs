@@ -1,6 +1,6 @@
 //! Where the table of contents of a layer is, by the layer's annotations in the manifest.
 
-use super::table::Table;
+use super::table::TableOfContents;
 use crate::config::Limits;
 use crate::digest::Digest;
 use crate::error::{Error, Result, input};
@@ -18,9 +18,9 @@ const FRAME_HEAD: u64 = 8;
 /// Most bytes of a table, packed and unpacked.
 const TABLE_MAX: u64 = 64 << 20;
 
-/// The place of a layer's table of contents. The manifest says it, so the manifest's digest proves it.
+/// Where a layer's table of contents is. The manifest says it, so the manifest's digest proves it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TablePlace {
+pub struct TableLocation {
     /// Where the packed table begins in the packed layer.
     pub offset: u64,
     /// Its bytes there.
@@ -33,7 +33,7 @@ pub struct TablePlace {
     pub headers: Option<(u64, u64)>,
 }
 
-impl TablePlace {
+impl TableLocation {
     /// The table of a layer of `size` packed bytes. `None` if the annotations name none, or no digest for it, or one that
     /// cannot be.
     pub fn find(annotations: &HashMap<String, String>, size: u64) -> Option<Self> {
@@ -74,15 +74,15 @@ impl TablePlace {
         self.offset - FRAME_HEAD
     }
 
-    /// Reads the table from `packed`, the bytes of [`TablePlace::range`].
+    /// Reads the table from `packed`, the bytes of [`TableLocation::range`].
     ///
     /// # Errors
     /// Another digest or size than the manifest says; a table that cannot be used.
-    pub fn read(&self, packed: &[u8]) -> Result<Table> {
+    pub fn read(&self, packed: &[u8]) -> Result<TableOfContents> {
         let short = || input!("table of contents: it is cut off");
         let (table, rest) = packed.split_at_checked(self.packed_bytes as usize).ok_or_else(short)?;
         check("table of contents", table, self.digest)?;
-        let mut table = Table::parse(&unpacked(table, self.bytes)?, self.archive_end())?;
+        let mut table = TableOfContents::parse(&unpacked(table, self.bytes)?, self.archive_end())?;
         if let (Some((packed, bytes)), Some(digest)) = (self.headers, table.headers_digest()) {
             let headers = rest.get(FRAME_HEAD as usize..).filter(|headers| headers.len() as u64 == packed);
             let headers = headers.ok_or_else(short)?;
@@ -125,11 +125,14 @@ mod tests {
         let find = |prefix: &str, position: &str, digest: &str| {
             let name = |end| format!("{prefix}.{end}");
             let all = [(name("manifest-position"), position.into()), (name("manifest-checksum"), digest.to_string())];
-            TablePlace::find(&HashMap::from(all), 1000)
+            TableLocation::find(&HashMap::from(all), 1000)
         };
         for prefix in PREFIXES {
-            let place = find(prefix, "500:100:300:1", &digest).unwrap();
-            assert_eq!((place.offset, place.packed_bytes, place.bytes, place.archive_end()), (500, 100, 300, 492));
+            let location = find(prefix, "500:100:300:1", &digest).unwrap();
+            assert_eq!(
+                (location.offset, location.packed_bytes, location.bytes, location.archive_end()),
+                (500, 100, 300, 492)
+            );
         }
         for position in [
             "",
@@ -156,7 +159,7 @@ mod tests {
             ("608:0:70", None),
         ] {
             let name = |end| format!("{}.{end}", PREFIXES[0]);
-            let place = TablePlace::find(
+            let location = TableLocation::find(
                 &HashMap::from([
                     (name("manifest-position"), "500:100:300:1".into()),
                     (name("manifest-checksum"), digest.clone()),
@@ -164,13 +167,13 @@ mod tests {
                 ]),
                 1000,
             );
-            assert_eq!(place.unwrap().headers, found, "{headers}");
+            assert_eq!(location.unwrap().headers, found, "{headers}");
         }
         let far = [("manifest-position", "18446744073709551500:100:9:1"), ("tarsplit-position", "0:1:1")];
         let all = far.into_iter().chain([("manifest-checksum", digest.as_str())]);
         let all = all.map(|(end, value)| (format!("{}.{end}", PREFIXES[0]), value.to_string())).collect();
-        assert_eq!(TablePlace::find(&all, u64::MAX).unwrap().headers, None, "no sum is too large");
+        assert_eq!(TableLocation::find(&all, u64::MAX).unwrap().headers, None, "no sum is too large");
         let alone = HashMap::from([(format!("{}.manifest-position", PREFIXES[0]), "500:100:300:1".to_string())]);
-        assert_eq!(TablePlace::find(&alone, 1000), None);
+        assert_eq!(TableLocation::find(&alone, 1000), None);
     }
 }

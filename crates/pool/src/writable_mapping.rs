@@ -24,7 +24,7 @@ const REST: std::ops::RangeInclusive<u32> = 4..=1 << 16;
 
 /// The writable mapping of a segment's file.
 #[derive(Debug)]
-pub struct Backing {
+pub struct WritableMapping {
     mapping: Mapping,
     file: Fd,
     /// The mapping is registered here, but for the huge pages. A page of it that is not there must not be touched.
@@ -33,12 +33,12 @@ pub struct Backing {
     backed: u32,
 }
 
-impl Backing {
+impl WritableMapping {
     /// Maps the whole of `file`, `len` bytes, which must not have been written yet.
     ///
     /// # Errors
     /// As mmap(2).
-    pub fn new(file: Fd, len: usize) -> io::Result<Backing> {
+    pub fn new(file: Fd, len: usize) -> io::Result<WritableMapping> {
         let mapping = Mapping::file_aligned(file.raw(), len, mem::READ_WRITE, libc::MAP_SHARED, BLOCK_LEN)?;
         // No thread ever waits for a page here: touching a missing page is an immediate error.
         let features = uffd::FEATURE_MISSING_SHMEM | uffd::FEATURE_SIGBUS;
@@ -47,7 +47,7 @@ impl Backing {
         let missing = Uffd::user_mode_only(features).or_else(by_device).ok();
         let range = Range { start: mapping.addr(), end: mapping.addr() + len as u64 };
         let missing = missing.filter(|missing| missing.register(range, uffd::MODE_MISSING).is_ok());
-        Ok(Backing { mapping, file, missing, backed: 0 })
+        Ok(WritableMapping { mapping, file, missing, backed: 0 })
     }
 
     pub fn file(&self) -> &Fd {
@@ -210,26 +210,26 @@ mod tests {
         if !has_huge_pages() {
             return eprintln!("SKIPPED: the kernel makes no huge page of this file's");
         }
-        let mut backing = Backing::new(file(), BLOCKS as usize * BLOCK_LEN).unwrap();
+        let mut writable = WritableMapping::new(file(), BLOCKS as usize * BLOCK_LEN).unwrap();
         let page: Page = [7; PAGE_SIZE];
         for block in 0..BLOCKS {
             // A fresh one: how long the last took says nothing of this one.
-            backing.put(block * BLOCK, &[&page], Some(&Huge::default()));
-            assert_eq!(backing.backed(), (block + 1) * BLOCK, "block {block}");
+            writable.put(block * BLOCK, &[&page], Some(&Huge::default()));
+            assert_eq!(writable.backed(), (block + 1) * BLOCK, "block {block}");
         }
     }
 
     #[test]
     fn slots_behind_a_huge_page_come_one_by_one() {
-        let mut backing = Backing::new(file(), BLOCKS as usize * BLOCK_LEN).unwrap();
+        let mut writable = WritableMapping::new(file(), BLOCKS as usize * BLOCK_LEN).unwrap();
         let pages: Vec<Page> = (0..BLOCKS * BLOCK).map(|slot| [slot as u8 ^ (slot >> 8) as u8; PAGE_SIZE]).collect();
         for (block, slots) in pages.chunks(BLOCK as usize).enumerate() {
             let huge = Huge::default();
             for (index, page) in slots.iter().enumerate() {
-                backing.put((block * BLOCK as usize + index) as u32, &[page], (block % 2 == 0).then_some(&huge));
+                writable.put((block * BLOCK as usize + index) as u32, &[page], (block % 2 == 0).then_some(&huge));
             }
         }
-        let file = backing.into_file();
+        let file = writable.into_file();
         let shown = Mapping::file(file.raw(), 0, pages.len() * PAGE_SIZE, libc::PROT_READ, libc::MAP_SHARED).unwrap();
         for (slot, page) in pages.iter().enumerate() {
             // SAFETY: a published slot of the file; published slots are not written again.
