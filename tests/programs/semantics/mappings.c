@@ -118,6 +118,16 @@ static void lengths(void) {
             CHECK(said < 0 && said > -4096, "mremap %zu", i);
             CHECK(mremap(low.at, sizes[i][0], sizes[i][1], flags) == MAP_FAILED && errno == -said, "mremap %zu, not %ld", i, said);
         }
+    // To a place that is given: nothing, over itself, and beyond what a program may have.
+    const long moves[][2] = {{0, (long)low.at + 8 * PAGE}, {4 * PAGE, (long)low.at + PAGE}, {4 * PAGE, (1L << 47) - 2 * PAGE}};
+    for (size_t i = 0; i < sizeof moves / sizeof *moves; i++) {
+        const long len = moves[i][0], target = moves[i][1];
+        const int flags = MREMAP_MAYMOVE | MREMAP_FIXED;
+        long said = raw(SYS_mremap, (long)low.at, len, len, flags, target, 0);
+        CHECK(said < 0 && said > -4096, "mremap to %lx", target);
+        errno = 0;
+        CHECK(mremap(low.at, len, len, flags, target) == MAP_FAILED && errno == -said, "mremap to %lx, not %ld", target, said);
+    }
     CHECK(mmap(low.at, bad, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED, "mmap");
     for (int i = 0; i < 2; i++) {
         long said = raw(SYS_mlock, (long)low.at, i ? -1 : (long)bad, 0, 0, 0, 0);

@@ -214,8 +214,11 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
 /// Since Linux 6.17 the kernel moves several mappings in one such call. But it stops in the middle at a mapping that a
 /// userfaultfd watches, unless that is the first and only one. So each is moved by a call of its own.
 fn move_each(range: Range, to: u64, flags: c_int, call: impl Fn() -> Result<u64>) -> Result<u64> {
+    /// Addresses from here on the kernel may refuse, and only for the last part.
+    const END: u64 = 1 << 47;
     let whole = Range { start: to, end: to.saturating_add(range.len()) };
-    let Some(maps) = Maps::open().ok().filter(|_| !range.overlaps(&whole)) else { return call() };
+    let is_refused = range.overlaps(&whole) || whole.end >= END;
+    let Some(maps) = Maps::open().ok().filter(|_| !is_refused) else { return call() };
     let mut at = range.start;
     while at < range.end {
         let part = maps.first_mapped(Range { start: at, end: range.end });
@@ -300,7 +303,7 @@ pub unsafe extern "C" fn mremap(
         };
         // What the call takes away.
         let voided = if shrinks { Range { start: resized.end, end: range.end } } else { fixed };
-        let keeps_length = is_fixed && range == resized;
+        let keeps_length = is_fixed && range == resized && !range.is_empty();
         let call = || if keeps_length { move_each(range, fixed.start, flags, call) } else { call() };
         let result = match gathered.and_then(|()| cold::discarding(voided, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
