@@ -55,12 +55,21 @@ fn to_io(errno: Errno) -> io::Error {
 /// Takes over a socket from which forked children come.
 pub type TakeSocket<'a> = &'a dyn Fn(Fd);
 
-/// Runs the keeper: listens at `path` and serves until a request to quit. Sockets of `F` go to `take_socket`; without it
-/// they are refused.
+/// How a keeper serves.
+#[derive(Clone, Copy, Default)]
+pub struct Options<'a> {
+    /// Where sockets of `F` go; without it they are refused.
+    pub take_socket: Option<TakeSocket<'a>>,
+    /// The keeper ends when it has held nothing and had no connection for so long: its owner was killed, and no successor
+    /// came.
+    pub unused_for: Option<Duration>,
+}
+
+/// Runs the keeper: listens at `path` and serves until a request to quit, or until it is [unused](Options::unused_for).
 ///
 /// # Errors
 /// Another keeper serves there (`AddrInUse`), or the socket fails.
-pub fn run(path: &Path, take_socket: Option<TakeSocket<'_>>) -> io::Result<()> {
+pub fn run(path: &Path, options: Options<'_>) -> io::Result<()> {
     let name = path.as_os_str().as_bytes();
     let _ = pagefold_os::fd::raise_limit();
     // A socket of a dead keeper is replaced; a live keeper accepts the connection.
@@ -68,16 +77,16 @@ pub fn run(path: &Path, take_socket: Option<TakeSocket<'_>>) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::AddrInUse, "another keeper serves there"));
     }
     let _ = std::fs::remove_file(path);
-    let served = sock::listen(name).map_err(to_io).and_then(|listener| serve(&listener, take_socket));
+    let served = sock::listen(name).map_err(to_io).and_then(|listener| serve(&listener, options));
     let _ = std::fs::remove_file(path);
     served
 }
 
-/// Serves on a listening socket until a peer sends `Q`.
+/// Serves on a listening socket until a peer sends `Q`, or the keeper is [unused](Options::unused_for).
 ///
 /// # Errors
 /// The listening socket fails. Errors of a peer end only its connection.
-pub fn serve(listener: &Fd, take_socket: Option<TakeSocket<'_>>) -> io::Result<()> {
+pub fn serve(listener: &Fd, options: Options<'_>) -> io::Result<()> {
     // SAFETY: geteuid takes no arguments.
     let own_uid = unsafe { libc::geteuid() };
     let mut held: BTreeMap<Vec<u8>, Vec<Fd>> = BTreeMap::new();
@@ -92,12 +101,21 @@ pub fn serve(listener: &Fd, take_socket: Option<TakeSocket<'_>>) -> io::Result<(
         let fds = std::iter::once(listener).chain(&peers);
         let mut polls: Vec<libc::pollfd> =
             fds.map(|fd| libc::pollfd { fd: fd.raw(), events: libc::POLLIN, revents: 0 }).collect();
-        poll(&mut polls, supervision.wait_ms(!held.is_empty())).map_err(to_io)?;
+        let is_unused = held.is_empty() && peers.is_empty();
+        let wait_ms = match options.unused_for.filter(|_| is_unused) {
+            Some(time) => time.as_millis() as i32,
+            None => supervision.wait_ms(!held.is_empty()),
+        };
+        let began = Instant::now();
+        let ready = poll(&mut polls, wait_ms).map_err(to_io)?;
+        if ready == 0 && is_unused && options.unused_for.is_some_and(|time| began.elapsed() >= time) {
+            return Ok(());
+        }
         supervision.start_if_due(!held.is_empty());
         let mut closed = Vec::new();
         for (index, ready) in polls[1..].iter().enumerate().filter(|(_, poll)| poll.revents != 0) {
             debug_assert_eq!(ready.fd, peers[index].raw());
-            match serve_request(&peers[index], &mut held, &mut supervision, take_socket) {
+            match serve_request(&peers[index], &mut held, &mut supervision, options.take_socket) {
                 Ok(Served::More) => {}
                 Ok(Served::End) => return Ok(()),
                 Err(_) => {
@@ -506,7 +524,7 @@ mod tests {
     #[test]
     fn more_names_than_fit_in_one_reply_are_listed_in_order() {
         with_keeper(
-            |listener| serve(&listener, None).unwrap(),
+            |listener| serve(&listener, Options::default()).unwrap(),
             |keeper| {
                 let memory = pagefold_os::memfd::create(c"kept", 4096).unwrap();
                 let names: Vec<String> = (0..NAMES_MAX).map(|number| format!("{number:0>100}")).collect();
@@ -515,6 +533,23 @@ mod tests {
                 keeper.forget(&names[0]).unwrap();
                 assert!(keeper.names().unwrap() == names[1..]);
                 keeper.quit().unwrap();
+            },
+        );
+    }
+
+    #[test]
+    fn an_unused_keeper_ends() {
+        let unused_for = Some(Duration::from_millis(100));
+        with_keeper(
+            move |listener| serve(&listener, Options { unused_for, ..Options::default() }).unwrap(),
+            |keeper| {
+                let memory = pagefold_os::memfd::create(c"kept", 4096).unwrap();
+                keeper.put("kept", &[memory.raw()]).unwrap();
+                std::thread::sleep(Duration::from_millis(300));
+                assert_eq!(keeper.names().unwrap(), ["kept"]);
+                keeper.forget("kept").unwrap();
+                std::thread::sleep(Duration::from_millis(300));
+                assert!(keeper.names().unwrap().is_empty(), "an owner is connected");
             },
         );
     }

@@ -7,7 +7,7 @@ fn main() -> ExitCode {
         eprintln!("usage: pagefold-keeper SOCKET");
         return ExitCode::from(2);
     };
-    match pagefold_tier::keeper::run(path.as_ref(), None) {
+    match pagefold_tier::keeper::run(path.as_ref(), pagefold_tier::keeper::Options::default()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("pagefold-keeper: {}: {error}", std::path::Path::new(&path).display());
