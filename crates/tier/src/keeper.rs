@@ -101,14 +101,11 @@ pub fn serve(listener: &Fd, options: Options<'_>) -> io::Result<()> {
         let fds = std::iter::once(listener).chain(&peers);
         let mut polls: Vec<libc::pollfd> =
             fds.map(|fd| libc::pollfd { fd: fd.raw(), events: libc::POLLIN, revents: 0 }).collect();
-        let is_unused = held.is_empty() && peers.is_empty();
-        let wait_ms = match options.unused_for.filter(|_| is_unused) {
-            Some(time) => time.as_millis() as i32,
-            None => supervision.wait_ms(!held.is_empty()),
-        };
+        let unused_for = options.unused_for.filter(|_| held.is_empty() && peers.is_empty());
+        let wait_ms = unused_for.map_or_else(|| supervision.wait_ms(!held.is_empty()), |time| time.as_millis() as i32);
         let began = Instant::now();
         let ready = poll(&mut polls, wait_ms).map_err(to_io)?;
-        if ready == 0 && is_unused && options.unused_for.is_some_and(|time| began.elapsed() >= time) {
+        if ready == 0 && unused_for.is_some_and(|time| began.elapsed() >= time) {
             return Ok(());
         }
         supervision.start_if_due(!held.is_empty());
