@@ -1,23 +1,24 @@
-//! Draws the page of figures and README's table from the newest records of each machine.
+//! Draws the page of figures, and the tables of figures in other documents, from the newest records of each machine.
 //!
 //! `bench/figures.toml` names the parts, the figures and where their values stand; see there.
 
-use crate::published::{Better, Definition, Side};
+use crate::published::{self, Better, Definition, Side};
 use crate::records::{Record, cell, machines, number, records, short, value};
 use crate::stats::Spread;
 use crate::table::{self, digits};
 use serde::Deserialize;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 
 /// The page that is drawn as a whole.
 const PAGE: &str = "docs/benchmarks.md";
-/// The page that gets a table between two marks.
+/// The document beside those in `docs` that may have tables.
 const README: &str = "README.md";
-const MARKS: [&str; 2] = ["<!-- figures: drawn by `pagefold bench figures` -->\n", "<!-- end of figures -->"];
+/// Around a table of a document. The name of the table stands between the first two.
+const MARKS: [&str; 3] = ["<!-- figures ", ": drawn by `pagefold bench figures` -->\n", "<!-- end of figures -->"];
 
 /// What the page shows.
 #[derive(Deserialize)]
@@ -25,6 +26,9 @@ const MARKS: [&str; 2] = ["<!-- figures: drawn by `pagefold bench figures` -->\n
 struct DocumentPage {
     intro: String,
     part: Vec<Part>,
+    /// Listings of other documents, by the name of the table there.
+    #[serde(default)]
+    listing: BTreeMap<String, Listing>,
 }
 
 #[derive(Deserialize)]
@@ -50,18 +54,22 @@ struct Figure {
     peer: Option<BTreeMap<String, Value>>,
     at: String,
     scale: Option<f64>,
-    /// What README calls it, if it is there too.
-    readme: Option<String>,
+    /// What other documents call it, by the name of the table there.
+    #[serde(default)]
+    tables: BTreeMap<String, String>,
     /// It is new: the page has it as soon as a record has.
     #[serde(default)]
     pending: bool,
 }
 
-/// A table of all rows of a bench, the newest of each key.
+/// A table of the rows of a bench, the newest of each key.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Listing {
     bench: String,
+    /// The fields of its rows; without any it has all.
+    #[serde(default)]
+    rows: BTreeMap<String, Value>,
     key: String,
     columns: String,
 }
@@ -154,13 +162,14 @@ fn draw_figures(text: &mut String, part: &Part, records: &[Record]) -> Result<()
     Ok(())
 }
 
-/// All rows of a bench, a table for each machine.
+/// Rows of a bench, a table for each machine.
 fn draw_listing(text: &mut String, listing: &Listing, records: &[Record]) {
     let columns = table::columns(&listing.columns);
     for machine in machines(records) {
         let mut rows: Vec<&Value> = Vec::new();
         let of = |record: &&Record| record.machine == machine && record.is_of(&listing.bench);
-        for row in records.iter().filter(of).flat_map(|record| &record.rows) {
+        let fits = |row: &&Value| published::fits(row, &listing.rows);
+        for row in records.iter().filter(of).flat_map(|record| &record.rows).filter(fits) {
             if !rows.iter().any(|known| known[&listing.key] == row[&listing.key]) {
                 rows.push(row);
             }
@@ -173,7 +182,9 @@ fn draw_listing(text: &mut String, listing: &Listing, records: &[Record]) {
         let _ = write!(text, "\nOn {machine}:\n\n|{}|\n|{}\n", heads.join("|"), "---|".repeat(heads.len()));
         for row in rows {
             // Medians alone: the record has the spread.
-            let median = |cell: String| cell.split(" (").next().unwrap_or_default().to_owned();
+            let median = |cell: String| {
+                cell.split(" (").flat_map(|cell| cell.split(" +-")).next().unwrap_or_default().to_owned()
+            };
             let cells: Vec<String> = columns.iter().map(|column| median(column.cell(row))).collect();
             let _ = writeln!(text, "|{}|", cells.join("|"));
         }
@@ -244,11 +255,16 @@ fn page(root: &Path, page: &DocumentPage, records: &[Record]) -> Result<String, 
     Ok(text)
 }
 
-/// README's table: the figures that it names, on the first machine that has them.
-fn results(page: &DocumentPage, records: &[Record]) -> String {
+/// A table of another document: a listing, or the figures that name it, on the first machine that has them.
+fn table_of(name: &str, page: &DocumentPage, records: &[Record]) -> String {
+    if let Some(listing) = page.listing.get(name) {
+        let mut text = String::new();
+        draw_listing(&mut text, listing, records);
+        return text + "\n";
+    }
     let mut text = String::from("\n| | machine | pagefold | peer | gain |\n|---|---|---|---|---|\n");
     for figure in page.part.iter().flat_map(|part| &part.figure) {
-        let Some(label) = &figure.readme else { continue };
+        let Some(label) = figure.tables.get(name) else { continue };
         let machines = machines(records);
         let Some((machine, measured)) =
             machines.iter().find_map(|machine| Some((machine, figure.measured(records, machine)?)))
@@ -271,17 +287,64 @@ fn results(page: &DocumentPage, records: &[Record]) -> String {
     text + "\n"
 }
 
+/// The document with its tables drawn anew; `waiting` loses their names.
+fn with_tables(
+    path: &str,
+    document: &str,
+    waiting: &mut BTreeSet<&str>,
+    table: impl Fn(&str) -> String,
+) -> Result<String, String> {
+    let (mut drawn, mut rest) = (String::new(), document);
+    while let Some((before, after)) = rest.split_once(MARKS[0]) {
+        let (name, after) =
+            after.split_once(MARKS[1]).ok_or_else(|| format!("{path}: a mark of figures has no end"))?;
+        let (_, after) = after.split_once(MARKS[2]).ok_or_else(|| format!("{path}: figures {name:?} have no end"))?;
+        if !waiting.remove(name) {
+            return Err(format!("{path}: bench/figures.toml has no table {name:?}, or two documents have it"));
+        }
+        drawn.extend([before, MARKS[0], name, MARKS[1], &table(name), MARKS[2]]);
+        rest = after;
+    }
+    Ok(drawn + rest)
+}
+
+/// The documents that may have tables, by path.
+fn documents(root: &Path) -> Result<Vec<String>, String> {
+    let mut found = vec![README.to_owned()];
+    let mut dirs = vec!["docs".to_owned()];
+    while let Some(dir) = dirs.pop() {
+        for entry in fs::read_dir(root.join(&dir)).map_err(|error| format!("{dir}: {error}"))?.flatten() {
+            let path = format!("{dir}/{}", entry.file_name().to_string_lossy());
+            if entry.path().is_dir() {
+                dirs.push(path);
+            } else if path.ends_with(".md") && path != PAGE {
+                found.push(path);
+            }
+        }
+    }
+    Ok(found)
+}
+
 /// The pages as the records in `root` have them, by path.
 pub fn draw(root: &Path) -> Result<Vec<(String, String)>, String> {
     let read = |path: &str| fs::read_to_string(root.join(path)).map_err(|error| format!("{path}: {error}"));
     let figures: DocumentPage =
         toml::from_str(&read("bench/figures.toml")?).map_err(|error| format!("bench/figures.toml: {error}"))?;
     let records = records(root)?;
-    let readme = read(README)?;
-    let (before, rest) = readme.split_once(MARKS[0]).ok_or("README.md: the mark before the figures is missing")?;
-    let (_, after) = rest.split_once(MARKS[1]).ok_or("README.md: the mark after the figures is missing")?;
-    let readme = [before, MARKS[0], &results(&figures, &records), MARKS[1], after].concat();
-    Ok(vec![(PAGE.into(), page(root, &figures, &records)?), (README.into(), readme)])
+    let of_tables = figures.part.iter().flat_map(|part| &part.figure).flat_map(|figure| figure.tables.keys());
+    let mut waiting: BTreeSet<&str> = of_tables.chain(figures.listing.keys()).map(String::as_str).collect();
+    let mut drawn = vec![(PAGE.into(), page(root, &figures, &records)?)];
+    for path in documents(root)? {
+        let document = read(&path)?;
+        if document.contains(MARKS[0]) {
+            let text = with_tables(&path, &document, &mut waiting, |name| table_of(name, &figures, &records))?;
+            drawn.push((path, text));
+        }
+    }
+    match waiting.first() {
+        Some(name) => Err(format!("bench/figures.toml: no document has the table {name:?}")),
+        None => Ok(drawn),
+    }
 }
 
 #[cfg(test)]
@@ -326,6 +389,21 @@ mod tests {
                 assert!(sources.contains(&format!("{text:?}")), "{}: no bench has {field} {text:?}", figure.what);
             }
         }
+    }
+
+    #[test]
+    fn a_document_keeps_what_stands_around_its_tables() {
+        let [open, drawn, end] = MARKS;
+        let document = format!("a\n{open}one{drawn}old\n{end}\nb\n{open}two{drawn}{end}c");
+        let draw = |names: &[&'static str]| {
+            let mut waiting = names.iter().copied().collect();
+            with_tables("d.md", &document, &mut waiting, |name| format!("new {name}\n"))
+        };
+        let expected = format!("a\n{open}one{drawn}new one\n{end}\nb\n{open}two{drawn}new two\n{end}c");
+        assert_eq!(draw(&["one", "two"]), Ok(expected));
+        assert!(draw(&["one"]).is_err(), "a table of no figures");
+        let cut = |text: &str| with_tables("d.md", text, &mut BTreeSet::from(["one"]), |_| String::new()).is_err();
+        assert!(cut(&format!("{open}one")) && cut(&format!("{open}one{drawn}old")), "a mark without an end");
     }
 
     #[test]

@@ -173,7 +173,7 @@ fn help() -> String {
         "usage: pagefold-bench NAME [--quick|--full] [--json] [--record DIR] [options]\n\
          {names}\
          NAME may also be llds (index and kv), all, or figures or plots, which measure nothing: from the newest records in\n\
-         bench/record figures draws docs/benchmarks.md and README's table, plots draws docs/plots.md and its pictures.\n\
+         bench/record figures draws docs/benchmarks.md and tables of other documents, plots docs/plots.md and its pictures.\n\
          NAME --help lists the options of one benchmark.\n\
          --quick ends in seconds. --full takes every published figure: all of them take two hours at most.\n\
          --json prints JSON. --record DIR writes the rows there with machine, kernel, versions and commit."

@@ -18,6 +18,8 @@ pub enum Part {
     Delay,
     /// A pass with nothing to do.
     Idle,
+    /// First looks at memory of which none, a tenth or half is equal.
+    First,
     /// Shared pages that are written again and again.
     Churn,
     /// QEMU guests.
@@ -46,7 +48,7 @@ pub struct Args {
     #[command(flatten)]
     pub extent: Extent,
     /// A process of the workload (used by the driver).
-    #[arg(long, hide = true, num_args = 3..=4)]
+    #[arg(long, hide = true, num_args = 4..=5)]
     pub client: Vec<String>,
 }
 
@@ -69,7 +71,7 @@ impl Args {
             (_, true) => (12, 512),
             _ => (8, 160),
         };
-        let shape = Shape { layout, processes, mib };
+        let shape = Shape { layout, processes, mib, equal_percent: 100 };
         let (available, _) = procfs::available_and_total();
         if shape.pages() * 4096 > available / 10 * 9 {
             let available = available >> 20;

@@ -17,7 +17,8 @@ pub fn churn(args: &Args) -> Result<(), Failure> {
         true => (2, 40, 2, &[0, 1000]),
         false => (4, 120, 10, &[0, 100, 1000, 10_000, 100_000]),
     };
-    let (shape, time) = (Shape { layout: PageLayout::Files, processes, mib }, Duration::from_secs(time));
+    let (shape, time) =
+        (Shape { layout: PageLayout::Files, processes, mib, equal_percent: 100 }, Duration::from_secs(time));
     let mut rows = Vec::new();
     for &rate in rates {
         for engine in args.pair().into_iter().rev() {

@@ -10,9 +10,14 @@ use crate::stats::{Spread, quantile};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
+/// Two processes with `mib` MiB of files each.
+fn two_of(mib: u64, equal_percent: u64) -> Shape {
+    Shape { layout: PageLayout::Files, processes: 2, mib, equal_percent }
+}
+
 /// First write to each of many shared pages.
 pub fn breaks(args: &Args) -> Result<(), Failure> {
-    let shape = Shape { layout: PageLayout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 160 } };
+    let shape = two_of(if args.extent.quick { 40 } else { 160 }, 100);
     let pages = shape.mib * 256 / 2;
     let mut rows = Vec::new();
     for engine in args.pair() {
@@ -40,7 +45,7 @@ pub fn breaks(args: &Args) -> Result<(), Failure> {
 
 /// From the last duplicate written to nine tenths of them merged.
 pub fn delay(args: &Args) -> Result<(), Failure> {
-    let shape = Shape { layout: PageLayout::Files, processes: 2, mib: if args.extent.quick { 40 } else { 512 } };
+    let shape = two_of(if args.extent.quick { 40 } else { 512 }, 100);
     let (period, mut rows) = (Duration::from_secs(1), Vec::new());
     for engine in args.pair().into_iter().rev() {
         let mut times = Vec::new();
@@ -82,9 +87,9 @@ const PASSES: f64 = 16.0;
 /// process that has no page fault, so passes that look at every process are measured as well.
 pub fn idle(args: &Args) -> Result<(), Failure> {
     let shape = match (args.extent.quick, args.extent.full) {
-        (true, _) => Shape { layout: PageLayout::Files, processes: 2, mib: 128 },
-        (_, true) => Shape { layout: PageLayout::Files, processes: 2, mib: 2048 },
-        _ => Shape { layout: PageLayout::Files, processes: 2, mib: 1024 },
+        (true, _) => two_of(128, 100),
+        (_, true) => two_of(2048, 100),
+        _ => two_of(1024, 100),
     };
     let gib = (shape.processes * shape.mib) as f64 / 1024.0;
     let mut rows = Vec::new();
@@ -121,6 +126,62 @@ pub fn idle(args: &Args) -> Result<(), Failure> {
         rows,
     );
     Ok(())
+}
+
+/// Processor time of looking at memory for the first time, and of merging what is equal: until we have come to rest, or until
+/// KSM has passed twice. It takes checksums in the first pass, and merges in the second.
+pub fn first(args: &Args) -> Result<(), Failure> {
+    let (mib, shares) = match (args.extent.quick, args.extent.full) {
+        (true, _) => (128, &[0, 50][..]),
+        (_, true) => (2048, &[0, 10, 50][..]),
+        _ => (1024, &[0, 10, 50][..]),
+    };
+    let mut rows = Vec::new();
+    for (engine, share) in args.pair().into_iter().flat_map(|engine| shares.iter().map(move |share| (engine, *share))) {
+        let shape = two_of(mib, share);
+        let mut times = Vec::new();
+        for _ in 0..args.rounds() {
+            let running = Running::start(engine, PERIOD)?;
+            let mut workload = running.workload(shape)?;
+            workload.fill()?;
+            let before = running.passes(shape.processes)?;
+            let cpu_ns = looked_at(&running, shape)? - before.cpu_ns;
+            times.push(cpu_ns as f64 / 1e3 / shape.pages() as f64);
+            workload.check()?;
+        }
+        rows.push(json!({ "part": "first", "engine": engine.name(), "gib": shape.pages() as f64 / f64::from(1 << 18),
+            "equal_percent": share, "cpu_us_per_page": Spread::of(times) }));
+    }
+    record::table(
+        "first looks: processor time for each page of memory that was not looked at before",
+        "engine|GiB=gib:2|equal=equal_percent:0 %|CPU us/page=cpu_us_per_page:2",
+        rows,
+    );
+    Ok(())
+}
+
+/// Merges until every page was looked at and what is equal is merged; returns the processor time spent then.
+fn looked_at(running: &Running, shape: Shape) -> Result<u64, Failure> {
+    let (began, before) = (Instant::now(), running.passes(shape.processes)?);
+    running.go()?;
+    let mut last = running.look();
+    loop {
+        std::thread::sleep(Duration::from_millis(40));
+        let now = running.look();
+        let is_done = match running {
+            Running::Ours(_) => now.activity >= shape.pages() && last.at.elapsed() > QUIET,
+            Running::Ksm(..) => running.passes(shape.processes)?.count >= before.count + 2.0,
+        };
+        if is_done {
+            return Ok(now.cpu_ns);
+        }
+        if now.activity > last.activity {
+            last = now;
+        }
+        if began.elapsed() > PASS_MAX {
+            return Err(format!("{PASS_MAX:?} were too short for a first look").into());
+        }
+    }
 }
 
 /// Waits for `passes` passes; returns the processor time of one, in microseconds.

@@ -30,11 +30,12 @@ use std::process::ExitCode;
 /// Measures a part and prints its table.
 type Measure = fn(&Args) -> Result<(), Failure>;
 
-const PARTS: [(Part, Measure); 6] = [
+const PARTS: [(Part, Measure); 7] = [
     (Part::Merge, merge::merge),
     (Part::Breaks, latency::breaks),
     (Part::Delay, latency::delay),
     (Part::Idle, latency::idle),
+    (Part::First, latency::first),
     (Part::Churn, churn::churn),
     (Part::Guests, guests::measure),
 ];

@@ -46,6 +46,8 @@ pub struct Shape {
     pub processes: u64,
     /// MiB of each.
     pub mib: u64,
+    /// How much of it all of them hold, in percent. The rest is each one's own.
+    pub equal_percent: u64,
 }
 
 impl Shape {
@@ -64,7 +66,8 @@ impl Workload {
         let mut workload = Workload(Vec::new());
         for number in 0..shape.processes {
             let mut command = process::own("pageone")?;
-            command.args(["--client", &shape.layout.name(), &shape.mib.to_string(), &number.to_string()]);
+            command.args(["--client", &shape.layout.name()]);
+            command.args([shape.mib, shape.equal_percent, number].map(|number| number.to_string()));
             if let Some(socket) = socket {
                 command.arg(socket);
             }
@@ -154,10 +157,13 @@ enum Memory {
 
 /// A process of the workload.
 pub fn member(args: &[String]) -> Result<(), Failure> {
-    let [layout, mib, number, socket @ ..] = args else { return Err("--client LAYOUT MIB NUMBER [SOCKET]".into()) };
+    let [layout, mib, equal_percent, number, socket @ ..] = args else {
+        return Err("--client LAYOUT MIB PERCENT NUMBER [SOCKET]".into());
+    };
     let layout = PageLayout::from_str(layout, false)?;
     let (mib, number): (u64, u64) = (mib.parse()?, number.parse()?);
     let pages = mib * 256;
+    let equal = pages * equal_percent.parse::<u64>()? / 100;
     let len = pages as usize * PAGE_SIZE;
     let mut memory = match socket.first() {
         Some(socket) => Memory::Ours(Region::new(&Client::connect(Path::new(socket), "bench")?, len)?),
@@ -168,7 +174,10 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
         // SAFETY: the range is the whole mapping, which `bytes` borrows; the advice changes no byte.
         unsafe { pagefold_os::mem::advise(bytes.as_ptr() as u64, bytes.len() as u64, libc::MADV_HUGEPAGE) }?;
     }
-    let order = order(layout, pages, number);
+    let order: Vec<u64> = order(layout, pages, number)
+        .into_iter()
+        .map(|id| if id < equal { id } else { id | (number + 1) << 40 })
+        .collect();
     let zero = layout == PageLayout::Zero;
     let mut written = 0;
     println!("made");

@@ -3,6 +3,7 @@
 use super::kernel::Zswap;
 use super::measure::{Area, Busy, as_pages, timed};
 use super::row;
+use crate::restore::Undo;
 use crate::stats;
 use pagefold_tier::region::ColdRegion;
 use pagefold_tier::{Config, Effort, Tier};
@@ -50,6 +51,11 @@ fn zswap(pages: &[&[u8; 4096]], order: &[usize]) -> io::Result<Vec<Value>> {
     let touch = timed(count, |at| area.touch(order[at]));
     drop(busy);
     rows.push(row(&format!("zswap touch, {compressor}, random, cores busy"), touch));
+    // In order the kernel reads neighbours ahead, as it does by default.
+    let ahead = Undo::set("/proc/sys/vm/page-cluster", "3")?;
+    area.page_out();
+    rows.push(row(&format!("zswap touch, {compressor}, in order"), timed(count, |at| area.touch(at))));
+    drop(ahead);
     Ok(rows)
 }
 
