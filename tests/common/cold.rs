@@ -4,6 +4,7 @@ use super::{PATIENCE, Reaped, TOOL, ask, c_program, comes, skipped, wait_for};
 pub use pagefold_os::procfs::has_ended;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -145,24 +146,10 @@ impl Host {
         self.wait();
     }
 
-    /// Kills daemon and keeper: either would replace the other, so the daemon stands still while the keeper ends.
+    /// Kills daemon and keeper.
     pub fn kill_all(&mut self) {
-        let output = self.tool(&["status", "--json"]);
-        let status = serde_json::from_slice::<Value>(&output.stdout).unwrap_or_default();
-        let child = if matches!(self.child.try_wait(), Ok(None)) { self.child.id() as i32 } else { 0 };
-        let daemons = [status["pid"].as_i64().unwrap_or(0) as i32, child];
-        daemons.into_iter().for_each(|daemon| signal(daemon, libc::SIGSTOP));
-        if let Some(keeper) = self.keeper_pid() {
-            kill(keeper);
-            // No panic here: it would hide the panic of a failed test.
-            if !comes(PATIENCE, || self.keeper_pid().is_none()) {
-                eprintln!("the keeper {keeper} does not end");
-            }
-        }
-        daemons.into_iter().for_each(kill);
+        kill_with_keeper(&self.socket);
         let _ = self.child.wait();
-        // Until it has ended it holds the lock.
-        comes(PATIENCE, || daemons.into_iter().all(|daemon| daemon < 2 || has_ended(daemon)));
     }
 }
 
@@ -170,6 +157,40 @@ impl Drop for Host {
     fn drop(&mut self) {
         self.kill_all();
     }
+}
+
+/// Kills the daemon at `socket` and its keeper, also one that is only starting. Either would replace the other, so all of them
+/// stand still first.
+pub fn kill_with_keeper(socket: &Path) {
+    let mut found = Vec::new();
+    loop {
+        let new: Vec<i32> = serving(socket).filter(|pid| !found.contains(pid)).collect();
+        if new.is_empty() {
+            break;
+        }
+        new.iter().for_each(|pid| signal(*pid, libc::SIGSTOP));
+        found.extend(new);
+    }
+    found.iter().for_each(|pid| kill(*pid));
+    // Until it has ended a daemon holds the lock. No panic here: it would hide the panic of a failed test.
+    if !comes(PATIENCE, || found.iter().all(|pid| has_ended(*pid))) {
+        eprintln!("of {found:?}, daemons and keepers of {}, one does not end", socket.display());
+    }
+}
+
+/// The daemons and keepers of a socket, by their arguments.
+fn serving(socket: &Path) -> impl Iterator<Item = i32> {
+    let paths =
+        [socket.to_owned(), pagefold_daemon::cold::keeper_path(socket)].map(|path| path.into_os_string().into_vec());
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(move |pid: &i32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+        let is_keeper = words[0].ends_with(b"pagefold-keeper");
+        let serves = is_keeper || words.get(1).is_some_and(|word| [&b"daemon"[..], b"keeper"].contains(word));
+        // A daemon that the keeper starts has `--socket=` in the same word.
+        serves && words.iter().any(|word| paths.iter().any(|path| word.ends_with(path)))
+    })
 }
 
 pub fn kill(pid: i32) {

@@ -293,6 +293,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
+        cold::kill_with_keeper(&self.socket);
         self.kill();
     }
 }
