@@ -159,8 +159,8 @@ impl Drop for Host {
     }
 }
 
-/// Kills the daemon at `socket` and its keeper, also one that is only starting. Either would replace the other, so all of them
-/// stand still first.
+/// Kills the daemon at `socket` and its keeper, also one that is only starting. Either would replace the other, so all of
+/// them stand still first.
 pub fn kill_with_keeper(socket: &Path) {
     let mut found = Vec::new();
     loop {

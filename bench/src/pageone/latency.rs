@@ -128,8 +128,8 @@ pub fn idle(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Processor time of looking at memory for the first time, and of merging what is equal: until we have come to rest, or until
-/// KSM has passed twice. It takes checksums in the first pass, and merges in the second.
+/// Processor time of looking at memory for the first time, and of merging what is equal: until we have come to rest, or
+/// until KSM has passed twice. It takes checksums in the first pass, and merges in the second.
 pub fn first(args: &Args) -> Result<(), Failure> {
     let (mib, shares) = match (args.extent.quick, args.extent.full) {
         (true, _) => (128, &[0, 50][..]),

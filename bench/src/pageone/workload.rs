@@ -157,13 +157,10 @@ enum Memory {
 
 /// A process of the workload.
 pub fn member(args: &[String]) -> Result<(), Failure> {
-    let [layout, mib, equal_percent, number, socket @ ..] = args else {
-        return Err("--client LAYOUT MIB PERCENT NUMBER [SOCKET]".into());
-    };
+    let [layout, mib, equal, number, socket @ ..] = args else { return Err("--client: too few words".into()) };
     let layout = PageLayout::from_str(layout, false)?;
     let (mib, number): (u64, u64) = (mib.parse()?, number.parse()?);
     let pages = mib * 256;
-    let equal = pages * equal_percent.parse::<u64>()? / 100;
     let len = pages as usize * PAGE_SIZE;
     let mut memory = match socket.first() {
         Some(socket) => Memory::Ours(Region::new(&Client::connect(Path::new(socket), "bench")?, len)?),
@@ -174,10 +171,7 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
         // SAFETY: the range is the whole mapping, which `bytes` borrows; the advice changes no byte.
         unsafe { pagefold_os::mem::advise(bytes.as_ptr() as u64, bytes.len() as u64, libc::MADV_HUGEPAGE) }?;
     }
-    let order: Vec<u64> = order(layout, pages, number)
-        .into_iter()
-        .map(|id| if id < equal { id } else { id | (number + 1) << 40 })
-        .collect();
+    let order = order(layout, pages, pages * equal.parse::<u64>()? / 100, number);
     let zero = layout == PageLayout::Zero;
     let mut written = 0;
     println!("made");
@@ -269,11 +263,12 @@ fn bytes(memory: &mut Memory) -> &mut [u8] {
     }
 }
 
-/// Which page's content lies at each place.
-fn order(layout: PageLayout, pages: u64, number: u64) -> Vec<u64> {
+/// Which page's content lies at each place: one of the first `equal`, which all processes have, or one of its own.
+fn order(layout: PageLayout, pages: u64, equal: u64, number: u64) -> Vec<u64> {
     let unit = layout.unit();
     let units = stats::order(pages.div_ceil(unit) as usize, number);
-    units.into_iter().flat_map(|first| first as u64 * unit..(first as u64 * unit + unit).min(pages)).collect()
+    let ids = units.into_iter().flat_map(|first| first as u64 * unit..(first as u64 * unit + unit).min(pages));
+    ids.map(|id| if id < equal { id } else { id | (number + 1) << 40 }).collect()
 }
 
 /// Writes the content of page `id`: random, after a prefix of zeros (0 to 256 bytes) if `zero`.
