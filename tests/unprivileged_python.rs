@@ -59,6 +59,52 @@ fn its_types_are_right() {
     assert!(output.status.success(), "{}", said(&output));
 }
 
+#[test]
+fn its_page_is_what_its_words_say() {
+    let Some(output) = python(&["api_page.py"]).filter(|output| output.status.success()) else {
+        return skipped("no python3 of 3.9 or later here");
+    };
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/python.md");
+    let is = std::fs::read_to_string(page).expect("docs/python.md");
+    assert!(is == said(&output), "run `python3 bindings/python/api_page.py > docs/python.md`");
+}
+
+/// A wheel has the library, which Python finds without any other.
+#[test]
+fn its_wheel_has_the_library_inside() {
+    let able = "import sys, setuptools, wheel; sys.exit(sys.version_info < (3, 9))";
+    // Debian's Python has what builds a wheel; a python3 of the user's own may lack it.
+    let mut pythons = ["/usr/bin/python3", "python3"].into_iter();
+    let able = |python: &&str| Command::new(python).args(["-c", able]).output().is_ok_and(|output| output.status.success());
+    let Some(python) = pythons.find(able) else {
+        return skipped("no python3 with setuptools and wheel here (apt-get install python3-setuptools python3-wheel)");
+    };
+    let dir = tempfile::tempdir().expect("a directory");
+    let built = std::env::current_exe().expect("a program").with_file_name("libforrest.so");
+    // setuptools writes beside its input.
+    let source = dir.path().join("source");
+    let copied = Command::new("cp").arg("-r").arg(package()).arg(&source).status().expect("cp");
+    assert!(copied.success());
+    let mut build = Command::new(python);
+    build.args(["setup.py", "--quiet", "bdist_wheel", "--dist-dir"]).arg(dir.path()).current_dir(&source);
+    let output = build.env("PAGEFOLD_FORREST", built).output().expect("python3 runs");
+    assert!(output.status.success(), "{}", said(&output));
+    let wheels = std::fs::read_dir(dir.path()).expect("a directory").flatten().map(|entry| entry.path());
+    let wheel = wheels.into_iter().find(|path| path.extension().is_some_and(|end| end == "whl")).expect("a wheel");
+    let name = wheel.file_name().expect("a name").to_string_lossy().into_owned();
+    assert!(name.contains("-py3-none-linux_"), "{name}");
+    let installed = dir.path().join("installed");
+    let unpack = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])";
+    let unpacked = Command::new(python).args(["-c", unpack]).args([&wheel, &installed]).status().expect("python3 runs");
+    assert!(unpacked.success());
+    let program = "import pagefold; s = pagefold.Store(); s[b'a'] = b'1'; print(dict(s), pagefold._library.load()._name)";
+    let mut run = Command::new(python);
+    let output = run.args(["-c", program]).env("PYTHONPATH", &installed).env_remove("PAGEFOLD_FORREST").output();
+    let text = said(&output.expect("python3 runs"));
+    let own = installed.join("pagefold/libforrest.so");
+    assert!(text.contains("{b'a': b'1'}") && text.contains(&*own.to_string_lossy()), "{text}");
+}
+
 /// The README's program runs as it stands.
 #[test]
 fn the_example_in_its_readme_runs() {

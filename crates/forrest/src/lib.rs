@@ -42,6 +42,11 @@
 //! # Limits
 //! Keys to [`KEY_BYTES_MAX`], values to [`VALUE_BYTES_MAX`], 1024 threads over all processes, 1 TiB.
 
+/// The example of the book compiles and runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/store.md")]
+struct Book;
+
 mod bucket;
 #[cfg(test)]
 mod bucket_tests;

@@ -75,13 +75,17 @@ def _candidates() -> List[str]:
     named = os.environ.get("PAGEFOLD_FORREST")
     if named:
         return [named]
+    # A wheel has its own.
+    own = os.path.join(os.path.dirname(__file__), "libforrest.so")
+    if os.path.exists(own):
+        return [own]
     found = ctypes.util.find_library("forrest")
     return ([found] if found else []) + ["libforrest.so.0", "libforrest.so"]
 
 
 @functools.lru_cache(maxsize=None)
 def load() -> ctypes.CDLL:
-    """The library, loaded once; ``PAGEFOLD_FORREST`` names its file, else the system's search path is asked."""
+    """The library, loaded once: the file that ``PAGEFOLD_FORREST`` names, else that of the wheel, else the system's."""
     candidates = _candidates()
     said = ""
     for name in candidates:

@@ -8,7 +8,22 @@ import threading
 from ctypes import byref, c_int64, c_size_t, c_uint64, c_void_p, string_at
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Iterable, Iterator, List, Mapping, Optional, Tuple, Type, TypeVar, Union, overload
+from typing import (
+    Any,
+    ItemsView,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    MutableMapping,
+    Optional,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+    ValuesView,
+    overload,
+)
 
 from . import _library as lib
 from .errors import BY_CODE, CLOSED, EXISTS, MISMATCH, NOT_FOUND, TOO_SMALL, Closed, StoreError
@@ -21,6 +36,7 @@ _FIRST_READ = 4096
 #: Entries that a scan takes at a time.
 _SCAN_ENTRIES = 256
 _own = threading.local()
+_RAISE = object()
 
 
 def _bytes(value: BytesLike, what: str) -> bytes:
@@ -78,11 +94,36 @@ class Stats:
     recovery_count: int
 
 
-class Store:
-    """A key-value store in memory.
+class _Items(ItemsView[bytes, bytes]):
+    """All entries. They are taken together, so that none is looked up again, and missed, after it was deleted."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._store = store
+
+    def __iter__(self) -> Iterator[Tuple[bytes, bytes]]:
+        return self._store._entries()
+
+
+class _Values(ValuesView[bytes]):
+    """All values, taken as the entries are."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._store = store
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (value for _, value in self._store._entries())
+
+
+class Store(MutableMapping[bytes, bytes]):
+    """A key-value store in memory: a ``MutableMapping``, with all that a ``dict`` has.
 
     With a name it is shared with every process of this user that opens that name, and outlives them; without one it
     is private. Any number of threads may use it concurrently. After a fork the child opens it anew.
+
+    Each operation on a key takes effect at one instant. ``keys``, ``values``, ``items`` and iteration go by key order in an
+    ordered store. In another one they copy all entries first, as of about now, in no order.
     """
 
     def __init__(
@@ -123,7 +164,7 @@ class Store:
         self.ordered = ordered
 
     @classmethod
-    def open(cls, name: Optional[str] = None, **settings: Any) -> "Store":
+    def open(cls, name: Optional[str] = None, **settings: Any) -> Store:
         """As the constructor."""
         return cls(name, **settings)
 
@@ -138,7 +179,7 @@ class Store:
         if handle is not None:
             _check(self._library.forrest_close(handle))
 
-    def __enter__(self) -> "Store":
+    def __enter__(self) -> Store:
         return self
 
     def __exit__(
@@ -307,27 +348,61 @@ class Store:
         _raise(raised)
         return part
 
-    def items(self) -> Iterator[Tuple[bytes, bytes]]:
-        """All entries: by key order in an ordered store, else in no order, as of about now."""
-        return self.scan() if self.ordered else iter(self._all())
+    def _entries(self) -> Iterator[Tuple[bytes, bytes]]:
+        return self.scan() if self.ordered else iter(self._taken())
 
-    def _all(self) -> List[Tuple[bytes, bytes]]:
+    def _taken(self, most: Optional[int] = None) -> List[Tuple[bytes, bytes]]:
         entries: List[Tuple[bytes, bytes]] = []
         raised: List[BaseException] = []
-        _check(self._library.forrest_for_each(self._open, _taker(entries, raised), None))
+        _check(self._library.forrest_for_each(self._open, _taker(entries, raised, most), None))
         _raise(raised)
         return entries
 
-    def keys(self) -> Iterator[bytes]:
-        """All keys; see :meth:`items`."""
-        return (key for key, _ in self.items())
+    def items(self) -> ItemsView[bytes, bytes]:
+        """All entries."""
+        return _Items(self)
 
-    def values(self) -> Iterator[bytes]:
-        """All values; see :meth:`items`."""
-        return (value for _, value in self.items())
+    def values(self) -> ValuesView[bytes]:
+        """All values."""
+        return _Values(self)
 
     def __iter__(self) -> Iterator[bytes]:
-        return self.keys()
+        return (key for key, _ in self._entries())
+
+    @overload
+    def pop(self, key: BytesLike) -> bytes: ...
+
+    @overload
+    def pop(self, key: BytesLike, default: _T) -> Union[bytes, _T]: ...
+
+    def pop(self, key: BytesLike, default: Any = _RAISE) -> Any:
+        """Deletes ``key`` and returns its value, in one step; ``default``, or a ``KeyError``, where there is none."""
+        own = _bytes(key, "a key")
+        while True:
+            value = self._read(own)
+            if value is None:
+                if default is _RAISE:
+                    raise KeyError(key)
+                return default
+            if self.cas(own, value, None):
+                return value
+
+    def popitem(self) -> Tuple[bytes, bytes]:
+        """Deletes an entry and returns it, in one step."""
+        while True:
+            found = self._taken(1)
+            if not found:
+                raise KeyError("the store is empty")
+            if self.cas(*found[0], None):
+                return found[0]
+
+    def setdefault(self, key: BytesLike, default: BytesLike = b"") -> bytes:
+        """The value of ``key``, which becomes ``default``, in one step, where there is none."""
+        while not self.insert(key, default):
+            value = self.get(key)
+            if value is not None:
+                return value
+        return _bytes(default, "a value")
 
     def __len__(self) -> int:
         count = c_uint64()
@@ -353,11 +428,9 @@ class Store:
         """Makes room for so many entries in all, so that sets up to there copy nothing to grow."""
         _check(self._library.forrest_reserve(self._open, entries))
 
-    def clear(self) -> int:
-        """Deletes all entries and returns how many they were."""
-        count = c_uint64()
-        _check(self._library.forrest_clear(self._open, byref(count)))
-        return count.value
+    def clear(self) -> None:
+        """Deletes all entries."""
+        _check(self._library.forrest_clear(self._open, byref(c_uint64())))
 
     def stats(self) -> Stats:
         """What the store holds and takes."""
