@@ -132,7 +132,7 @@ pub fn idle(args: &Args) -> Result<(), Failure> {
 /// until KSM has passed twice. It takes checksums in the first pass, and merges in the second.
 pub fn first(args: &Args) -> Result<(), Failure> {
     let (mib, shares) = match (args.extent.quick, args.extent.full) {
-        (true, _) => (128, &[0, 50][..]),
+        (true, _) => (128, &[50][..]),
         (_, true) => (2048, &[0, 10, 50][..]),
         _ => (1024, &[0, 10, 50][..]),
     };
