@@ -32,7 +32,7 @@ fn asked() -> Vec<Client> {
     let Some(socket) = named.or_else(|| Some(private_dir::runtime_dir().ok()?.join(daemon_client::SOCKET))) else {
         return Vec::new();
     };
-    match control::ask_within(&socket, &Request::Status {}, PATIENCE) {
+    match control::ask_within(&socket, &Request::Counts {}, PATIENCE) {
         Ok(Answer::Status(status)) => status.clients,
         _ => Vec::new(),
     }

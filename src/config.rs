@@ -258,8 +258,7 @@ fn files(named: Option<PathBuf>) -> Result<Vec<PathBuf>, Error> {
     for path in [Some(PathBuf::from(SYSTEM)), user].into_iter().flatten() {
         match std::fs::metadata(&path) {
             Ok(found) if path != Path::new(SYSTEM) => {
-                // SAFETY: returns a number.
-                let me = unsafe { libc::geteuid() };
+                let me = pagefold_os::user::effective();
                 // `sudo` may keep HOME: then the file belongs to a user that must not configure what root does.
                 if found.uid() != me && found.uid() != 0 {
                     return Err(format!(

@@ -82,8 +82,7 @@ pub fn agent_dir() -> Result<PathBuf, Error> {
     if !is_noexec(&first) {
         return Ok(first);
     }
-    // SAFETY: returns a number.
-    let uid = unsafe { libc::geteuid() };
+    let uid = pagefold_os::user::effective();
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|dir| dir.is_absolute());
     let cache = match uid {
         0 => Some(PathBuf::from("/var/cache")),
@@ -199,8 +198,7 @@ pub fn environment(
 
 /// The owner of `socket`, if it is neither this user nor root: that user's daemon may not read this user's programs.
 pub fn stranger(socket: &Path) -> Option<u32> {
-    // SAFETY: returns a number.
-    let uid = unsafe { libc::geteuid() };
+    let uid = pagefold_os::user::effective();
     fs::metadata(socket).ok().map(|found| found.uid()).filter(|owner| *owner != uid && *owner != 0)
 }
 
@@ -214,7 +212,7 @@ pub fn tier_max_auto() -> u64 {
 /// Started for a program that asks for a larger tier than a daemon would give, it allows that.
 pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> {
     // A daemon that takes over a cold tier answers no request before that is done.
-    match control::ask_within(socket, &Request::Status {}, DAEMON_START_MAX) {
+    match control::ask_within(socket, &Request::Counts {}, DAEMON_START_MAX) {
         Ok(_) => return Ok(()),
         // It is there, and no other gets its place.
         Err(error) if error.kind() == io::ErrorKind::TimedOut => return Err(silent(socket, &error)),
@@ -285,7 +283,7 @@ pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> 
                 end = end.min(Instant::now() + patience);
             }
         }
-        match control::ask(socket, &Request::Status {}) {
+        match control::ask(socket, &Request::Counts {}) {
             Ok(_) => return Ok(()),
             Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(10)),
             Err(error) => {

@@ -4,6 +4,7 @@ mod common;
 
 use common::cold::{Compiled, Host, Served, compiled};
 use common::{can_merge, is_root, wait_for};
+use pagefold_daemon::control::{self, Answer, Request};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -35,6 +36,15 @@ fn memory_that_is_left_alone_is_named_by_bytes_and_reason() {
     let host = Host::start(&["--no-keeper"]);
     let mut client = Served::start_live_of(&host, program);
     let pid = client.pid();
+    // A question for counts alone walks no page tables.
+    let counted = || match control::ask(&host.socket, &Request::Counts {}) {
+        Ok(Answer::Status(status)) => {
+            status.clients.into_iter().find(|client| client.pid == pid && client.stats.pages > 0)
+        }
+        other => panic!("{other:?}"),
+    };
+    wait_for("the client's memory to be counted", 60, || counted().is_some());
+    assert!(counted().is_some_and(|client| client.unmanaged.is_empty()), "the client was looked at");
     let mut before = BTreeMap::new();
     wait_for("the client to be looked at", 60, || {
         before = unmanaged(&host, pid);

@@ -75,7 +75,8 @@ fn its_wheel_has_the_library_inside() {
     let able = "import sys, setuptools, wheel; sys.exit(sys.version_info < (3, 9))";
     // Debian's Python has what builds a wheel; a python3 of the user's own may lack it.
     let mut pythons = ["/usr/bin/python3", "python3"].into_iter();
-    let able = |python: &&str| Command::new(python).args(["-c", able]).output().is_ok_and(|output| output.status.success());
+    let able =
+        |python: &&str| Command::new(python).args(["-c", able]).output().is_ok_and(|output| output.status.success());
     let Some(python) = pythons.find(able) else {
         return skipped("no python3 with setuptools and wheel here (apt-get install python3-setuptools python3-wheel)");
     };
@@ -97,7 +98,8 @@ fn its_wheel_has_the_library_inside() {
     let unpack = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])";
     let unpacked = Command::new(python).args(["-c", unpack]).args([&wheel, &installed]).status().expect("python3 runs");
     assert!(unpacked.success());
-    let program = "import pagefold; s = pagefold.Store(); s[b'a'] = b'1'; print(dict(s), pagefold._library.load()._name)";
+    let program =
+        "import pagefold; s = pagefold.Store(); s[b'a'] = b'1'; print(dict(s), pagefold._library.load()._name)";
     let mut run = Command::new(python);
     let output = run.args(["-c", program]).env("PYTHONPATH", &installed).env_remove("PAGEFOLD_FORREST").output();
     let text = said(&output.expect("python3 runs"));

@@ -111,8 +111,7 @@ pub fn vmstat(name: &str) -> u64 {
 
 /// True for root.
 pub fn is_root() -> bool {
-    // SAFETY: geteuid takes nothing and cannot fail.
-    unsafe { libc::geteuid() == 0 }
+    pagefold_os::user::effective() == 0
 }
 
 /// Processor time of this process (`RUSAGE_SELF`) or of its ended children (`RUSAGE_CHILDREN`), in seconds.

@@ -138,8 +138,7 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     }
     let socket = args.daemon.socket()?;
     if let Some((why, can_be_entered)) = takes_no_agent(&args.command[0]) {
-        // SAFETY: returns a number.
-        let is_root = unsafe { libc::geteuid() } == 0;
+        let is_root = pagefold_os::user::effective() == 0;
         let enters = can_be_entered && is_root && cfg!(target_arch = "x86_64");
         let free = args.backend == Backend::Auto && !args.client.cold && args.client.domain.is_none();
         let then = match (enters, free) {

@@ -90,8 +90,7 @@ pub fn skipped(why: &str) {
 
 /// True for the user root.
 pub fn root() -> bool {
-    // SAFETY: geteuid(2) has no arguments and cannot fail.
-    unsafe { libc::geteuid() == 0 }
+    pagefold_os::user::effective() == 0
 }
 
 /// True if this process may make namespaces and become other users; says so where not.

@@ -55,8 +55,7 @@ mod tests {
     fn a_program_must_satisfy_all_conditions() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = child.id() as i32;
-        // SAFETY: returns a number.
-        let me = unsafe { libc::geteuid() };
+        let me = pagefold_os::user::effective();
         let exe = |pattern: &str| Some(CString::new(pattern).unwrap());
         // Between fork and exec it is this program still.
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);

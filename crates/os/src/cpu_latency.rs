@@ -178,8 +178,7 @@ mod tests {
 
     #[test]
     fn the_kernel_takes_it_from_root() {
-        // SAFETY: takes nothing.
-        if unsafe { libc::geteuid() } != 0 || !std::path::Path::new("/dev/cpu_dma_latency").exists() {
+        if crate::user::effective() != 0 || !std::path::Path::new("/dev/cpu_dma_latency").exists() {
             eprintln!("SKIPPED: /dev/cpu_dma_latency is root's, or absent here");
             return;
         }

@@ -25,6 +25,7 @@ pub mod signal;
 pub mod sock;
 pub mod stat;
 pub mod uffd;
+pub mod user;
 pub mod wait;
 
 #[cfg(feature = "std")]

@@ -10,8 +10,7 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// A relative name where there is no current directory.
 pub fn runtime_dir() -> Result<PathBuf> {
-    // SAFETY: returns a number.
-    let uid = unsafe { libc::geteuid() };
+    let uid = crate::user::effective();
     Ok(match (std::env::var_os("PAGEFOLD_RUNTIME_DIR"), std::env::var_os("XDG_RUNTIME_DIR")) {
         (Some(dir), _) if !dir.is_empty() => std::path::absolute(dir)?,
         _ if uid == 0 => PathBuf::from("/run/pagefold"),
@@ -37,8 +36,7 @@ pub fn make_own(dir: &Path) -> Result<()> {
             return told(error.kind(), format!("cannot make {}: {error}", dir.display()));
         }
     };
-    // SAFETY: returns a number.
-    let uid = unsafe { libc::geteuid() };
+    let uid = crate::user::effective();
     if found.is_dir() && found.uid() == uid && found.mode() & 0o022 == 0 {
         return Ok(());
     }

@@ -53,8 +53,7 @@ pub fn all() -> Vec<Finding> {
 
 /// How this user gets to open `device`.
 fn access(device: &str) -> String {
-    // SAFETY: returns a number.
-    let uid = unsafe { libc::geteuid() };
+    let uid = crate::user::effective();
     if uid == 0 {
         return format!("let this container have {device}");
     }

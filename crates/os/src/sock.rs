@@ -139,9 +139,7 @@ pub fn peer(socket: &Fd) -> Result<libc::ucred> {
 
 /// True if the process at the other end was of this process's user when it connected, or listened.
 pub fn is_of_own_user(socket: &Fd) -> bool {
-    // SAFETY: the call takes no arguments and cannot fail.
-    let own = unsafe { syscall!(libc::SYS_geteuid) };
-    peer(socket).is_ok_and(|peer| own == Ok(peer.uid as usize))
+    peer(socket).is_ok_and(|peer| peer.uid == crate::user::effective())
 }
 
 /// True as long as a process has the other end.

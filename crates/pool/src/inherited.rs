@@ -14,9 +14,9 @@
 //! likes. The last two hold there too, so a forged file is worth what any page of that client is: bytes that do not change,
 //! and that are compared before they are shared.
 
-use crate::segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT, file_name, own_user};
+use crate::segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT, file_name};
 use pagefold_os::fd::Fd;
-use pagefold_os::{PAGE_SIZE, memfd};
+use pagefold_os::{PAGE_SIZE, memfd, user};
 
 /// Why a file is not taken in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -60,7 +60,7 @@ pub fn check(file: &Fd, inode: u64, pool: &str, user: Option<u32>) -> Result<Sea
     let made_for = if user.is_none_or(|user| user == owner) { None } else { user };
     let path = std::fs::read_link(format!("/proc/self/fd/{}", reader.raw())).unwrap_or_default();
     let name = format!("/memfd:{} (deleted)", file_name(pool));
-    if owner != own_user() || made_for.is_some_and(|user| user != group) || path.as_os_str() != name.as_str() {
+    if owner != user::effective() || made_for.is_some_and(|user| user != group) || path.as_os_str() != name.as_str() {
         return Err(Refused::NotOurs);
     }
     let (len, its_inode) = memfd::len_and_inode(reader.raw())?;

@@ -4,7 +4,7 @@ use crate::primitive::{AtomicBool, AtomicU8, AtomicU32, Mutex, Ordering};
 use crate::writable_mapping::{Huge, WritableMapping};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::{self, Mapping};
-use pagefold_os::{PAGE_SIZE, Page, memfd};
+use pagefold_os::{PAGE_SIZE, Page, memfd, user};
 use std::ffi::CString;
 use std::io;
 use std::sync::Arc;
@@ -33,15 +33,9 @@ pub fn file_name(pool: &str) -> String {
 /// Marks a new segment's file as made for clients of `user`. Where the kernel refuses that, the file cannot be taken in
 /// later.
 fn sign(file: &Fd, user: Option<u32>) {
-    if let Some(user) = user.filter(|user| *user != own_user()) {
+    if let Some(user) = user.filter(|user| *user != user::effective()) {
         let _ = memfd::set_group(file, user);
     }
-}
-
-/// The user to whom our files belong.
-pub fn own_user() -> u32 {
-    // SAFETY: takes nothing, changes nothing.
-    unsafe { libc::geteuid() }
 }
 
 /// What a segment's slots are for.

@@ -87,8 +87,7 @@ pub fn run(path: &Path, options: Options<'_>) -> io::Result<()> {
 /// # Errors
 /// The listening socket fails. Errors of a peer end only its connection.
 pub fn serve(listener: &Fd, options: Options<'_>) -> io::Result<()> {
-    // SAFETY: geteuid takes no arguments.
-    let own_uid = unsafe { libc::geteuid() };
+    let own_uid = pagefold_os::user::effective();
     let mut held: BTreeMap<Vec<u8>, Vec<Fd>> = BTreeMap::new();
     let mut peers: Vec<Fd> = Vec::new();
     let managed = std::env::var_os("NOTIFY_SOCKET").is_some();

@@ -76,8 +76,7 @@ fn demonstrate(args: &Args) -> Result<ExitCode, Error> {
     if let Some(lack) = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works) {
         return Err(format!("{}: {}; {}", lack.name, lack.detail, lack.cure).into());
     }
-    // SAFETY: returns a number.
-    let root = unsafe { libc::geteuid() } == 0;
+    let root = pagefold_os::user::effective() == 0;
     let mut rows = vec![ours::merge(args.processes, args.size, root)?];
     let why_no_ksm = match ksm::unused() {
         _ if args.no_ksm => None,

@@ -205,8 +205,7 @@ fn elsewhere(error: ImageError) -> Error {
 
 /// Adds to the error of a user that may not mount how to use the image without.
 fn with_other_way(error: ImageError, name: &str) -> Error {
-    // SAFETY: returns a number.
-    let root = unsafe { libc::geteuid() } == 0;
+    let root = pagefold_os::user::effective() == 0;
     match &error {
         ImageError::Mount { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied && !root => {
             format!("{error}; without root: pagefold image exec {name} -- CMD").into()

@@ -188,8 +188,7 @@ pub(crate) fn follow_rules(daemon: &Daemon) {
 /// A user may ask for what that user could trace without the daemon.
 fn may_ask(pid: i32, asker: u32) -> Result<(), String> {
     use std::os::unix::fs::MetadataExt;
-    // SAFETY: the call takes nothing and cannot fail.
-    let own = unsafe { libc::geteuid() };
+    let own = pagefold_os::user::effective();
     if asker == 0 || asker == own && own != 0 {
         return Ok(());
     }

@@ -90,8 +90,7 @@ fn serve(daemon: &Daemon, pid: i32, program: &mut Program, now: Instant) -> bool
 /// of that user.
 fn wish_of(daemon: &Daemon, pid: i32) -> Option<Wish> {
     let status = procfs::status(pid);
-    // SAFETY: returns a number.
-    let own = unsafe { libc::geteuid() }.to_string();
+    let own = pagefold_os::user::effective().to_string();
     if !procfs::value(&status, "Uid")?.split_whitespace().all(|uid| uid == own) {
         return None;
     }

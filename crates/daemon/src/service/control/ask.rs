@@ -82,7 +82,7 @@ fn millis(time: Duration) -> u64 {
 
 /// False if the daemon at `socket` does not answer even a quick request in time.
 fn answers_quickly(socket: &Path, patience: Duration) -> bool {
-    let asked = ask_within(socket, &Request::Status {}, patience);
+    let asked = ask_within(socket, &Request::Counts {}, patience);
     !asked.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut)
 }
 
@@ -150,7 +150,7 @@ mod tests {
                 serde_json::from_slice::<Request>(&request[..got]).unwrap()
             };
             let work = sock::accept(&listener).unwrap();
-            assert_eq!(reply(sock::accept(&listener).unwrap(), &Answer::Status(Box::default())), Request::Status {});
+            assert_eq!(reply(sock::accept(&listener).unwrap(), &Answer::Status(Box::default())), Request::Counts {});
             reply(work, &Answer::Verified(Verified::default()))
         });
         // Longer than this machine may take for a quick request.

@@ -22,6 +22,8 @@ use std::sync::atomic::Ordering;
 pub enum Request {
     /// The status of everything.
     Status {},
+    /// The same, but what is not managed is as an earlier look found it: the answer waits for no walk of page tables.
+    Counts {},
     /// The samples of the last minutes.
     History {},
     /// Give the process private copies of its merged pages, and merge it no more.
@@ -91,7 +93,7 @@ pub enum ColdOnStop {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// To `Status`.
+    /// To `Status` and `Counts`.
     Status(Box<Status>),
     /// To `History`.
     History(Box<History>),
@@ -135,7 +137,10 @@ impl Request {
     /// True for a request that takes no time, however much memory the daemon manages.
     pub(super) fn is_quick(&self) -> bool {
         match self {
-            Request::Status {} | Request::History {} | Request::Stop { cold: None | Some(ColdOnStop::Keep) } => true,
+            Request::Status {}
+            | Request::Counts {}
+            | Request::History {}
+            | Request::Stop { cold: None | Some(ColdOnStop::Keep) } => true,
             Request::Stop { cold: Some(ColdOnStop::Return) }
             | Request::Unmerge { .. }
             | Request::Pause { .. }
@@ -157,6 +162,7 @@ pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer 
             daemon.unmanaged_looks.look(&daemon.live);
             Answer::Status(Box::new(report::status(daemon)))
         }
+        Request::Counts {} => Answer::Status(Box::new(report::status(daemon))),
         Request::History {} => Answer::History(Box::new(lock(&daemon.history).clone())),
         Request::Verify {} => Answer::Verified(verify::verify(daemon)),
         Request::Stop { cold } => Answer::Done { count: cold.map_or(0, |cold| prepare_stop(&daemon.cold, cold)) },
