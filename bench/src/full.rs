@@ -2,8 +2,8 @@
 
 use serde::Deserialize;
 
-/// A run of a benchmark: its name, the tag of its record, its options separated by spaces.
-pub type Run = (String, String, String);
+/// A run of a benchmark: its name, the tag of its record, its options.
+pub type Run = (String, String, Vec<String>);
 
 fn all() -> Vec<Run> {
     #[derive(Deserialize)]

@@ -129,8 +129,7 @@ fn plan(names: &[&'static str], args: &[String]) -> Vec<Planned> {
     if rest.len() == args.len() || !is_whole {
         return names.iter().map(|name| (name.to_string(), record::tag(args), args.to_vec())).collect();
     }
-    let words = |line: &str| line.split(' ').map(str::to_owned).chain(rest.iter().cloned()).collect();
-    full::runs(names).map(|(bench, tag, line)| (bench, tag, words(&line))).collect()
+    full::runs(names).map(|(bench, tag, options)| (bench, tag, [options, rest.clone()].concat())).collect()
 }
 
 /// Runs a benchmark and records its rows; returns them with the exit code.

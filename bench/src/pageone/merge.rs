@@ -28,13 +28,16 @@ fn merge_once(engine: MergingEngine, shape: Shape) -> Result<Merged, Failure> {
     let mut workload = running.workload(shape)?;
     workload.fill()?;
     let before = workload.pss();
-    let samples = settle(&running, QUIET)?;
+    let mut samples = settle(&running, QUIET)?;
     let last = samples[samples.len() - 1];
     let after = workload.pss() + running.own_bytes(shape.pages());
     workload.check()?;
+    let wall_us = pace(&samples);
+    // The kernel gives memory out again some time after the last merge.
+    samples.push(running.look());
     Ok(Merged {
         pages: last.merged,
-        wall_us: pace(&samples),
+        wall_us,
         cpu_s: (last.cpu_ns - samples[0].cpu_ns) as f64 / 1e9,
         before_mib: before as f64 / 1048576.0,
         after_mib: after as f64 / 1048576.0,
