@@ -144,9 +144,7 @@ pub fn first(args: &Args) -> Result<(), Failure> {
             let running = Running::start(engine, PERIOD)?;
             let mut workload = running.workload(shape)?;
             workload.fill()?;
-            let before = running.passes(shape.processes)?;
-            let cpu_ns = looked_at(&running, shape)? - before.cpu_ns;
-            times.push(cpu_ns as f64 / 1e3 / shape.pages() as f64);
+            times.push(first_look_ns(&running, shape)? as f64 / 1e3 / shape.pages() as f64);
             workload.check()?;
         }
         rows.push(json!({ "part": "first", "engine": engine.name(), "gib": shape.pages() as f64 / f64::from(1 << 18),
@@ -160,8 +158,8 @@ pub fn first(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Merges until every page was looked at and what is equal is merged; returns the processor time spent then.
-fn looked_at(running: &Running, shape: Shape) -> Result<u64, Failure> {
+/// Merges until the engine has looked at every page and merged what is equal; returns its processor time for that.
+fn first_look_ns(running: &Running, shape: Shape) -> Result<u64, Failure> {
     let (began, before) = (Instant::now(), running.passes(shape.processes)?);
     running.go()?;
     let mut last = running.look();
@@ -173,7 +171,7 @@ fn looked_at(running: &Running, shape: Shape) -> Result<u64, Failure> {
             Running::Ksm(..) => running.passes(shape.processes)?.count >= before.count + 2.0,
         };
         if is_done {
-            return Ok(now.cpu_ns);
+            return Ok(now.cpu_ns - before.cpu_ns);
         }
         if now.activity > last.activity {
             last = now;

@@ -39,6 +39,7 @@ class Private(unittest.TestCase):
         with self.assertRaises(KeyError):
             store[b"b"]
         store.reserve(1000)
+        self.assertEqual(len(store), 1)
         store.clear()
         self.assertEqual(len(store), 0)
         self.assertTrue(store, "an empty store is no false value")
