@@ -44,7 +44,9 @@ pub(super) fn memory(scratch: &Scratch, size: &Size, inputs: Option<&Path>) -> R
     if inputs.is_none() {
         eprintln!("SKIPPED: memory of real packages: bench/fetch-images.sh DIR, then --inputs DIR");
     }
-    for (inputs, name) in inputs.iter().flat_map(|inputs| ["redis", "mariadb"].map(|name| (inputs, name))) {
+    for (inputs, name) in
+        inputs.iter().flat_map(|inputs| ["redis", "nginx", "postgres", "mariadb"].map(|name| (inputs, name)))
+    {
         match upgraded_images(scratch, inputs, name) {
             Ok((directory, images)) => {
                 memory_of(scratch, &format!("Debian with {name}, two versions"), &directory, &images, &mut rows)?;
