@@ -8,6 +8,7 @@
 # DIR/layers/NAME-N        what version N (1, 2) of a component adds to the base: an overlay upper directory
 # DIR/versions             which versions those are
 # DIR/composefs            composefs' own tools, unless this system has them
+# DIR/containerd           containerd 2, unless this system has it
 # What is there already is kept. Needs root (debootstrap, chroot) and about 6 GB.
 set -euo pipefail
 dir=${1:-${CARGO_TARGET_DIR:-target}/bench-images}
@@ -31,6 +32,10 @@ fi
 
 command -v mkcomposefs >/dev/null || "$(dirname "$0")/fetch-composefs.sh" "$dir/composefs" ||
     say "composefs: not to be had; its rows will be left out"
+case $(containerd --version 2>/dev/null) in
+*\ v2.* | *\ 2.*) ;;
+*) "$(dirname "$0")/fetch-containerd.sh" "$dir/containerd" || say "containerd 2: not to be had; the system's is measured" ;;
+esac
 
 # in_layer NAME-N COMMAND...: runs a command chrooted in the base with its changes kept as that layer.
 in_layer() {

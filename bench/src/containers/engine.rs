@@ -1,7 +1,9 @@
 //! A containerd of the bench's own, with two snapshotters: overlayfs' and ours.
 
+use crate::files::fetched_images;
 use crate::process::{self, Failure, Running, free_address, output, wait_for};
 use serde_json::json;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
@@ -14,9 +16,28 @@ const SNAPSHOTTERS: [&str; 3] = ["overlayfs", "pagefold", "erofs"];
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// `PATH` with the containerd of `bench/fetch-containerd.sh` in front, if it is there.
+fn path() -> OsString {
+    let fetched = std::path::absolute(fetched_images().join("containerd")).unwrap_or_default();
+    let before = std::env::var_os("PATH").unwrap_or_default();
+    std::env::join_paths(std::iter::once(fetched).chain(std::env::split_paths(&before))).unwrap_or(before)
+}
+
+/// A program, found in [`path()`].
+fn program(name: &str) -> Command {
+    let mut command = Command::new(name);
+    command.env("PATH", path());
+    command
+}
+
+/// What a program says of its version.
+pub fn version(name: &str) -> Option<String> {
+    output(program(name).arg("--version")).ok()?.lines().next().map(str::to_string)
+}
+
 /// The program that is missing here, if any.
 pub fn lacks() -> Option<String> {
-    let runs = |program: &&str| Command::new(program).arg("--version").output().is_ok();
+    let runs = |name: &&str| program(name).arg("--version").output().is_ok();
     if let Some(lacks) = ["containerd", "ctr", "runc"].iter().find(|program| !runs(program)) {
         return Some((*lacks).into());
     }
@@ -54,7 +75,7 @@ impl Engine {
         let snapshotter = Running::start(command.stdout(log("snapshotter.log")?).stderr(log("snapshotter.err")?))?;
         let socket = dir.join("snapshotter.sock");
         wait_for("the snapshotter", PATIENCE, || UnixStream::connect(&socket).ok())?;
-        let mut command = Command::new("containerd");
+        let mut command = program("containerd");
         command.arg("--config").arg(dir.join("config.toml"));
         let containerd = Running::start(command.stdout(log("containerd.log")?).stderr(log("containerd.err")?))?;
         let engine = Engine { dir: dir.into(), containerd, _snapshotter: snapshotter };
@@ -82,7 +103,7 @@ impl Engine {
     /// What `ctr` prints.
     pub fn ctr(&self, args: &[&str]) -> std::io::Result<String> {
         let socket = self.dir.join("containerd.sock");
-        output(Command::new("timeout").args(["120", "ctr", "--address"]).arg(socket).args(args))
+        output(program("timeout").args(["120", "ctr", "--address"]).arg(socket).args(args))
     }
 
     /// Imports an archive.

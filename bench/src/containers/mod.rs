@@ -86,8 +86,7 @@ fn measure(args: &Args) -> Result<(), Failure> {
     memory(&engine, &peers, &versions, &mut rows)?;
     starts(&engine, &versions[0], (&peers, rounds), &mut rows)?;
     drop(engine);
-    let version = |program: &str| record::first_line(&[program, "--version"]);
-    record::emit_versions(json!({ "containerd": version("containerd"), "runc": version("runc") }));
+    record::emit_versions(json!({ "containerd": engine::version("containerd"), "runc": engine::version("runc") }));
     for (kind, title, columns) in TABLES {
         record::table(title, columns, rows.iter().filter(|row| row["bench"] == kind).cloned().collect());
     }
