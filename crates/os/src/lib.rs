@@ -43,6 +43,8 @@ pub mod ksm;
 #[cfg(feature = "std")]
 pub mod mountinfo;
 #[cfg(feature = "std")]
+pub mod patience;
+#[cfg(feature = "std")]
 pub mod private_dir;
 #[cfg(feature = "std")]
 pub mod probe;

@@ -129,6 +129,11 @@ pub fn is_stopped(pid: i32) -> bool {
     stat_line(pid).is_some_and(|stat| stat::field(&stat, STATE) == Some("T"))
 }
 
+/// True if process or thread `id` waits for nothing but a processor.
+pub fn is_runnable(id: i32) -> bool {
+    stat_line(id).is_some_and(|stat| stat::field(&stat, STATE) == Some("R"))
+}
+
 /// Processor time that `pid` used, user and system, in nanoseconds; threads that ended included.
 pub fn cpu_ns(pid: i32) -> Option<u64> {
     // The kernel's largest. The number of a clock has room for 29 bits of it: a larger one would name another's clock.

@@ -12,13 +12,12 @@ use crate::domain_key::{DOMAIN_IDLE, DomainKey};
 use crate::memory_limits;
 use crate::status::Totals;
 use pagefold_merge::{ClientId, Domain, domain};
-use pagefold_os::fd;
-use pagefold_os::sched;
 use pagefold_os::sync::lock;
 use pagefold_os::wait::Bell;
+use pagefold_os::{fd, procfs, sched};
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -41,10 +40,33 @@ pub(crate) struct LiveDomain {
     pub(crate) wake: Arc<Wake>,
     /// Its workers end.
     pub(crate) over: Arc<AtomicBool>,
+    /// Its workers, without those that were replaced.
+    workers: Vec<Arc<Worker>>,
     /// Clients that are about to be added.
     pub(crate) joining: usize,
     /// When its last client was seen.
     pub(crate) last_busy: Instant,
+}
+
+/// A worker, as other threads see it.
+#[derive(Default)]
+struct Worker {
+    /// Its thread.
+    thread: AtomicI32,
+    /// When its step began, by the clock that does not jump; 0 between steps.
+    step_began_ns: AtomicU64,
+    /// Another has its place: it ends after its step.
+    is_replaced: AtomicBool,
+}
+
+impl Worker {
+    /// True if it has been in one step for longer than `patience`, and waits for something other than a processor.
+    fn waits(&self, patience: Duration) -> bool {
+        let began = self.step_began_ns.load(Ordering::Acquire);
+        began != 0
+            && sched::monotonic_ns().saturating_sub(began) > patience.as_nanos() as u64
+            && !procfs::is_runnable(self.thread.load(Ordering::Relaxed))
+    }
 }
 
 /// A connected client.
@@ -107,22 +129,50 @@ impl LiveClients {
             predict: self.config.predict,
             ..domain::Config::default()
         })?);
-        let wake = Arc::new((Mutex::new(0), Condvar::new()));
-        let over = Arc::new(AtomicBool::new(false));
+        let mut live = LiveDomain {
+            domain,
+            wake: Arc::default(),
+            over: Arc::default(),
+            workers: Vec::new(),
+            joining: 1,
+            last_busy: Instant::now(),
+        };
         for number in 0..self.config.workers.max(1) {
-            let (clients, domain, wake, over, key) =
-                (self.clone(), domain.clone(), wake.clone(), over.clone(), key.clone());
-            let work = move || clients.work(&key, &domain, &wake, &over);
             // One worker is enough.
-            if let Err(error) = thread::Builder::new().name(format!("worker-{number}")).spawn(work)
+            if let Err(error) = self.start_worker(key, &mut live)
                 && number == 0
             {
                 return Err(error);
             }
         }
-        let (of_domain, last_busy) = ((domain.clone(), wake.clone()), Instant::now());
-        domains.insert(key.clone(), LiveDomain { domain, wake, over, joining: 1, last_busy });
+        let of_domain = (live.domain.clone(), live.wake.clone());
+        domains.insert(key.clone(), live);
         Ok(of_domain)
+    }
+
+    fn start_worker(self: &Arc<LiveClients>, key: &DomainKey, live: &mut LiveDomain) -> io::Result<()> {
+        let worker = Arc::new(Worker::default());
+        let (clients, key, works) = (self.clone(), key.clone(), worker.clone());
+        let (domain, wake, over) = (live.domain.clone(), live.wake.clone(), live.over.clone());
+        let name = format!("worker-{}", live.workers.len());
+        thread::Builder::new().name(name).spawn(move || clients.work(&key, &domain, &wake, &over, &works))?;
+        live.workers.push(worker);
+        Ok(())
+    }
+
+    /// Starts another worker for each that its client has kept waiting for longer than `patience`, as a client does while
+    /// its server of files does not answer: the other clients do not wait.
+    pub(crate) fn replace_waiting_workers(self: &Arc<LiveClients>, patience: Duration) {
+        for (key, live) in lock(&self.domains).iter_mut() {
+            let waiting: Vec<Arc<Worker>> =
+                live.workers.iter().filter(|worker| worker.waits(patience)).cloned().collect();
+            for waits in waiting {
+                if self.start_worker(key, live).is_ok() {
+                    waits.is_replaced.store(true, Ordering::Release);
+                    live.workers.retain(|worker| !Arc::ptr_eq(worker, &waits));
+                }
+            }
+        }
     }
 
     /// Drops the domain of `key` if it has had no client for `idle`: its name may never come again.
@@ -149,19 +199,23 @@ impl LiveClients {
     }
 
     /// A worker: takes steps with clients that are due.
-    fn work(&self, key: &DomainKey, domain: &Domain, wake: &Wake, over: &AtomicBool) {
+    fn work(&self, key: &DomainKey, domain: &Domain, wake: &Wake, over: &AtomicBool, worker: &Worker) {
         if self.config.idle_priority {
             let _ = sched::donate_idle_time();
         }
+        worker.thread.store(sched::thread(), Ordering::Relaxed);
         let mut gone = Vec::new();
-        while !self.stopping.load(Ordering::Acquire) && !over.load(Ordering::Acquire) {
+        let ends = || [&self.stopping, over, &worker.is_replaced].iter().any(|end| end.load(Ordering::Acquire));
+        while !ends() {
             let seen = *lock(&wake.0);
             let now = sched::monotonic_ns();
             // For the length of a step worker and agent stay on one processor and take turns there. Left alone, the kernel
             // wakes each on the processor that rests, and waking one costs more than most requests.
             let everywhere = sched::Cpus::of_thread().ok();
             let cpu = everywhere.as_ref().and_then(|everywhere| self.take_cpu(everywhere));
+            worker.step_began_ns.store(now, Ordering::Release);
             let step = domain.step_any(now, cpu, &mut gone);
+            worker.step_began_ns.store(0, Ordering::Release);
             if let (Some(cpu), Some(everywhere)) = (cpu, &everywhere) {
                 lock(&self.worker_cpus).retain(|taken| *taken != cpu);
                 // Restored only if no other process has set this thread's affinity meanwhile.

@@ -11,10 +11,10 @@ use crate::clients::attached::{Attached, NotStopped};
 use crate::clients::connection::Connection;
 use crate::clients::handshake::{GreetError, receive_ready};
 use crate::clients::leftover::State;
+use crate::clients::look::Look;
 use crate::clients::pinning;
 use crate::config::Leftover;
 use crate::domain_key::DomainKey;
-use crate::status::UnmanagedMemory;
 use crate::waits::PastCounts;
 use pagefold_entry::memory::Memory;
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, PoolMapping, RemapPiece, Written};
@@ -74,20 +74,13 @@ pub struct SharedClient {
     /// It ran before it became a client.
     pub(crate) attached: Option<Arc<Attached>>,
     pub(crate) past_counts: Mutex<PastCounts>,
-    /// What the last look found of its memory that is not managed.
-    pub(crate) unmanaged: Mutex<Unmanaged>,
+    /// What /proc told of its memory.
+    pub(crate) look: Mutex<Look>,
     /// What became of its leftover.
     pub(crate) leftover: Mutex<State>,
     channel: Channel,
     /// The most that was known of its agent's processor time.
     cpu_ns: AtomicU64,
-}
-
-/// Memory of a client that is not managed, as of when it was looked at.
-#[derive(Debug, Default)]
-pub(crate) struct Unmanaged {
-    pub(crate) looked: Option<Instant>,
-    pub(crate) memory: Vec<UnmanagedMemory>,
 }
 
 impl SharedClient {
@@ -102,7 +95,7 @@ impl SharedClient {
             manages_all: true,
             attached: None,
             past_counts: Mutex::default(),
-            unmanaged: Mutex::default(),
+            look: Mutex::default(),
             leftover: Mutex::default(),
             channel,
             cpu_ns: AtomicU64::new(0),
@@ -174,7 +167,7 @@ impl MergeClient {
                 manages_all: hello.a & message::HELLO_ALL != 0,
                 attached: attached.as_ref().map(|(process, _)| process.clone()),
                 past_counts: Mutex::default(),
-                unmanaged: Mutex::default(),
+                look: Mutex::default(),
                 leftover: Mutex::default(),
                 channel,
                 cpu_ns: AtomicU64::new(0),

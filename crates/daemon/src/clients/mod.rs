@@ -7,6 +7,8 @@ pub(crate) mod domains;
 pub(crate) mod forked_children;
 pub(crate) mod handshake;
 pub(crate) mod leftover;
+pub(crate) mod look;
+pub(crate) mod looks;
 pub(crate) mod merge_client;
 pub(crate) mod pinning;
 pub(crate) mod refusals;

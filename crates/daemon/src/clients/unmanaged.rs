@@ -2,78 +2,22 @@
 //!
 //! Which memory is managed, the agent has listed. The rest is what /proc/PID/smaps shows beside it. The reason follows the
 //! rules of the agent's list, as far as the kernel tells of a mapping what they ask.
-//!
-//! A look walks the page tables of a client. So a client is looked at only when a status is asked for, and all looks
-//! together take at most a hundredth of one processor.
 
-use crate::clients::domains::LiveClients;
-use crate::clients::merge_client::{REGIONS_MAX, SharedClient, Unmanaged};
+use crate::clients::merge_client::{REGIONS_MAX, SharedClient};
 use crate::status::{FILE_PAGES, UnmanagedMemory};
 use pagefold_merge::Managed;
 use pagefold_os::fd::Fd;
 use pagefold_os::pagemap::{self, Query, ScannedRange};
 use pagefold_os::smaps::{self, SmapsEntry};
-use pagefold_os::sync::lock;
-use pagefold_os::{Errno, Range, ranges, sched};
+use pagefold_os::{Errno, Range, ranges};
 use pagefold_protocol::message::ALL_MIN;
 use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, TryLockError};
-use std::time::{Duration, Instant};
-
-/// Shortest pause between two rounds of looks.
-const PAUSE: Duration = Duration::from_secs(5);
-/// Time that the looks for one status take before the other clients wait for a later one.
-const ROUND: Duration = Duration::from_millis(200);
-/// The pause is that many times as long as the processor time of the looks before it.
-const PAUSE_FACTOR: u64 = 100;
-
-/// Looks at clients, no more often than they cost little.
-#[derive(Default)]
-pub(crate) struct Looks {
-    /// None before this time.
-    next: Mutex<Option<Instant>>,
-}
-
-impl Looks {
-    /// Looks at the clients, the longest unseen first; too early for that, at those that were never looked at. Returns at
-    /// once if another thread does.
-    pub(crate) fn look(&self, clients: &LiveClients) {
-        // A process may keep its reader waiting: other requests for the status do without.
-        let mut next = match self.next.try_lock() {
-            Ok(next) => next,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return,
-        };
-        let (began, began_cpu_ns) = (Instant::now(), sched::thread_cpu_ns());
-        let is_early = next.is_some_and(|next| began < next);
-        let mut all = clients.all();
-        all.sort_by_key(|(shared, ..)| lock(&shared.unmanaged).looked);
-        for (shared, domain, id) in all {
-            if began.elapsed() >= ROUND || is_early && lock(&shared.unmanaged).looked.is_some() {
-                break;
-            }
-            let Some(managed) = domain.managed(id).filter(|managed| managed.generation.is_some()) else { continue };
-            let memory = match of_process(&shared, &managed) {
-                Ok(memory) => memory,
-                Err(error) => vec![UnmanagedMemory {
-                    reason: format!("unknown: the daemon cannot read its /proc/PID/smaps: {error}"),
-                    bytes: 0,
-                }],
-            };
-            *lock(&shared.unmanaged) = Unmanaged { looked: Some(Instant::now()), memory };
-        }
-        if !is_early {
-            let took_ns = sched::thread_cpu_ns() - began_cpu_ns;
-            *next = Some(Instant::now() + PAUSE.max(Duration::from_nanos(took_ns * PAUSE_FACTOR)));
-        }
-    }
-}
 
 /// The memory of a process that is not `managed`, the most first.
-fn of_process(shared: &SharedClient, managed: &Managed) -> io::Result<Vec<UnmanagedMemory>> {
+pub(super) fn of_process(shared: &SharedClient, managed: &Managed) -> io::Result<Vec<UnmanagedMemory>> {
     let mut bytes: BTreeMap<&'static str, u64> = BTreeMap::new();
     let rules = Rules {
         all: shared.manages_all,

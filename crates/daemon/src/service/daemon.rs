@@ -2,8 +2,8 @@
 
 use crate::clients::domains::LiveClients;
 use crate::clients::forked_children::ForkedChildren;
+use crate::clients::looks::Looks;
 use crate::clients::refusals::Refusals;
-use crate::clients::unmanaged::Looks;
 use crate::cold::tiers::Tiers;
 use crate::config::Config;
 use crate::history::History;
@@ -31,7 +31,7 @@ pub struct Daemon {
     /// Programs that an operator detached, by number and start time: no rule attaches them again.
     pub(crate) detached: Mutex<BTreeSet<(i32, u64)>>,
     pub(crate) refusals: Refusals,
-    pub(crate) unmanaged_looks: Looks,
+    pub(crate) looks: Looks,
     /// `/dev/userfaultfd`, which clients without the privilege to open it are handed.
     pub(crate) userfault_device: Option<Fd>,
     pub(crate) started: Instant,
@@ -62,7 +62,7 @@ impl Daemon {
             config,
             detached: Mutex::default(),
             refusals: Refusals::default(),
-            unmanaged_looks: Looks::default(),
+            looks: Looks::default(),
             userfault_device: uffd::open_device().ok(),
             started: Instant::now(),
             stopping: AtomicBool::new(false),

@@ -25,7 +25,7 @@ fn answer(daemon: &Daemon, request: &Request) -> Response {
     if !matches!(request.path.as_str(), "/metrics" | "/") {
         return Response::line("404 Not Found", "try /metrics");
     }
-    daemon.unmanaged_looks.look(&daemon.live);
+    daemon.looks.look(&daemon.live);
     let mut body = render(&report::status(daemon));
     if let Some(more) = daemon.more_metrics.get() {
         more(&mut body);

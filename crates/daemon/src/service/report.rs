@@ -20,7 +20,7 @@ const AGENT_BYTES: u64 = 256 << 10;
 /// Memory of the keeper, estimated.
 const KEEPER_BYTES: u64 = 1 << 20;
 
-/// The whole status.
+/// The whole status. It waits for no client: what the kernel may keep its reader waiting for is as the last look found it.
 pub(crate) fn status(daemon: &Daemon) -> Status {
     // Under one lock: a domain that is being dropped counts as one of these or in the past.
     let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
@@ -54,7 +54,7 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
                 wait_histogram::bucket_end,
                 client_status.freeze_ns_max,
             );
-            client_status.unmanaged = lock(&client.shared.unmanaged).memory.clone();
+            client_status.unmanaged = lock(&client.shared.look).unmanaged.clone();
             client_status.leftover = leftover(&client.shared);
             client_status.attached = client.shared.attached.is_some();
             [client_status.stops, client_status.stop_ns, client_status.stop_ns_max] =
@@ -115,8 +115,7 @@ pub(crate) fn status(daemon: &Daemon) -> Status {
 fn leftover(client: &SharedClient) -> Leftover {
     let state = lock(&client.leftover).text();
     let handed_bytes = client.counters().leftover_bytes.load(Ordering::Relaxed);
-    let stat =
-        if handed_bytes > 0 { ksm::of_process(client.pid).unwrap_or_default() } else { ksm::ProcessStat::default() };
+    let stat = if handed_bytes > 0 { lock(&client.look).ksm } else { ksm::ProcessStat::default() };
     Leftover { state, handed_bytes, ksm_pages: stat.merged_pages, ksm_profit_bytes: stat.profit_bytes.unwrap_or(0) }
 }
 

@@ -11,6 +11,9 @@ use std::time::{Duration, SystemTime};
 /// Time between two samples, where the page takes none: long, for it is paid at rest too.
 const INTERVAL: Duration = if cfg!(test) { Duration::from_millis(50) } else { Duration::from_secs(10) };
 
+/// How long a client may keep a worker waiting until another takes that worker's place.
+const WORKER_PATIENCE: Duration = Duration::from_secs(5);
+
 /// The status now, which the history takes.
 pub(super) fn sample(daemon: &Daemon) -> Status {
     let status = report::status(daemon);
@@ -19,11 +22,12 @@ pub(super) fn sample(daemon: &Daemon) -> Status {
     status
 }
 
-/// Takes samples while there are clients, until the daemon stops.
+/// Takes samples while there are clients, until the daemon stops, and has no client keep the workers waiting.
 pub(super) fn follow(daemon: &Daemon) {
     while !daemon.is_stopping() {
         let mut polls = [libc::pollfd { fd: daemon.stopped.fd().raw(), events: libc::POLLIN, revents: 0 }];
         let _ = fd::poll(&mut polls, INTERVAL.as_millis() as i32);
+        daemon.live.replace_waiting_workers(WORKER_PATIENCE);
         let has_clients = !daemon.live.is_empty() || daemon.cold.is_in_use();
         if has_clients && !daemon.page_samples.load(Ordering::Relaxed) {
             sample(daemon);

@@ -6,10 +6,11 @@ use crate::service::attach::{Manage, TRIES_MAX, attach, is_client};
 use crate::service::daemon::Daemon;
 use pagefold_entry::enter::ColdOptions;
 use pagefold_os::exec_events::ExecEvents;
-use pagefold_os::procfs;
+use pagefold_os::{patience, procfs};
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,8 @@ use std::time::{Duration, Instant};
 const LOOK: Duration = Duration::from_millis(500);
 /// How long the thread sleeps at most while no program starts, in milliseconds.
 const QUIET_MS: i32 = 5000;
+/// How long a program may keep its reader waiting: other programs wait as well.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// How often a program is looked at that has nothing to merge yet.
 const LOOK_MAX: Duration = Duration::from_secs(30);
 /// Anonymous memory below which a program is left alone.
@@ -70,32 +73,42 @@ pub(crate) fn follow(daemon: &Daemon) {
 
 /// Looks at a program that is due; false if it is done with.
 fn serve(daemon: &Daemon, pid: i32, program: &mut Program, now: Instant) -> bool {
-    if procfs::start_time(pid) != Some(program.started) || is_client(daemon, pid) {
+    if procfs::start_time(pid) != Some(program.started) || is_client(daemon, pid) || !is_of_this_user(pid) {
         return false;
     }
-    let Some(wish) = wish_of(daemon, pid).filter(|_| !has_preloaded_agent(pid)) else { return false };
-    if procfs::anonymous(pid) >= ANONYMOUS_MIN && (wish.manage != Manage::Marked || has_marked_memory(pid)) {
-        match attach(daemon, pid, &wish.domain, wish.manage, 0) {
-            Ok(_) => return false,
-            Err(reason) => daemon.refusals.note(pid, reason),
+    let socket = daemon.config.socket.clone();
+    match patience::within(PATIENCE, move || look_at(pid, &socket)) {
+        Some(None) => return false,
+        Some(Some((wish, true))) => {
+            match attach(daemon, pid, &wish.domain, wish.manage, 0) {
+                Ok(_) => return false,
+                Err(reason) => daemon.refusals.note(pid, reason),
+            }
+            program.refused += 1;
         }
-        program.refused += 1;
+        Some(Some((_, false))) => {}
+        // Few such readers may wait for one program.
+        None => program.refused += 1,
     }
     program.pause = (program.pause * 2).min(LOOK_MAX);
     program.next = now + program.pause;
     program.refused < TRIES_MAX
 }
 
-/// What program `pid` asks this daemon for. The environment of a program with other rights than its user's is not the word
-/// of that user.
-fn wish_of(daemon: &Daemon, pid: i32) -> Option<Wish> {
-    let status = procfs::status(pid);
+/// True if all rights of program `pid` are those of the daemon's user. The environment of another is not the word of that
+/// user.
+fn is_of_this_user(pid: i32) -> bool {
     let own = pagefold_os::user::effective().to_string();
-    if !procfs::value(&status, "Uid")?.split_whitespace().all(|uid| uid == own) {
-        return None;
-    }
+    procfs::value(&procfs::status(pid), "Uid").is_some_and(|all| all.split_whitespace().all(|uid| uid == own))
+}
+
+/// What program `pid` asks the daemon at `socket` for, if it has no agent, and whether it has anything to merge yet.
+fn look_at(pid: i32, socket: &Path) -> Option<(Wish, bool)> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
-    wish_in(&environment, daemon.config.socket.as_os_str().as_bytes())
+    let wish = wish_in(&environment, socket.as_os_str().as_bytes()).filter(|_| !has_preloaded_agent(pid))?;
+    let has_memory =
+        procfs::anonymous(pid) >= ANONYMOUS_MIN && (wish.manage != Manage::Marked || has_marked_memory(pid));
+    Some((wish, has_memory))
 }
 
 fn wish_in(environment: &[u8], socket: &[u8]) -> Option<Wish> {

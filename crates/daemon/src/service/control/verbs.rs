@@ -159,7 +159,7 @@ impl Request {
 pub(super) fn perform(daemon: &Daemon, request: &Request, asker: u32) -> Answer {
     match request {
         Request::Status {} => {
-            daemon.unmanaged_looks.look(&daemon.live);
+            daemon.looks.look(&daemon.live);
             Answer::Status(Box::new(report::status(daemon)))
         }
         Request::Counts {} => Answer::Status(Box::new(report::status(daemon))),

@@ -49,7 +49,7 @@ pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Served> {
 
 fn sample(daemon: &Daemon, seen: &Mutex<Seen>) {
     if std::mem::take(&mut lock(seen).asked) {
-        daemon.unmanaged_looks.look(&daemon.live);
+        daemon.looks.look(&daemon.live);
     }
     let status = sampler::sample(daemon);
     let mut shown = serde_json::to_value(&status).unwrap_or_default();
