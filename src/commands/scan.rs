@@ -15,6 +15,8 @@ use std::time::Duration;
 const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
 /// Sources shown without `--verbose`.
 const ROWS: usize = 20;
+/// Memory that equals other memory at another place within its page is named from this part of all pages on.
+const SHIFTED_SHARE: u64 = 100;
 
 /// Options that say nothing of directories.
 const LIVE: [&str; 5] = ["one_domain", "sample", "workers", "vma_budget", "verbose"];
@@ -259,6 +261,13 @@ fn pages(report: &Report, style: Style) -> String {
     if totals.duplicate_huge > 0 {
         let huge = show_size(totals.duplicate_huge * PAGE);
         text += &format!("{huge} of the duplicates are parts of huge pages, which a merge splits where it pays.\n");
+    }
+    if totals.duplicate_shifted * SHIFTED_SHARE > totals.examined {
+        text += &format!(
+            "{} more equal other memory at another place within the page, so no merge shares them: their allocator begins \
+             blocks at any cache line, as jemalloc does.\n",
+            show_size(totals.duplicate_shifted * PAGE)
+        );
     }
     if totals.swapped > 0 {
         text += &format!("{} in swap, not looked at.\n", show_size(totals.swapped * PAGE));

@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::gather::{Found, Gathered};
 use crate::record::{PageKind, PageRecord};
 use crate::report::{Cost, Histogram, Ksm, Note, Report, SourceReport, Totals};
+use crate::shifted;
 use crate::{Identity, Lost};
 use pagefold_os::PAGE_SIZE;
 use std::ops::Range;
@@ -73,8 +74,12 @@ pub(crate) fn analyse(gathered: Gathered, config: &Config) -> Report {
     let one_in = u64::from(report.sample_one_in);
     let mut twins = Twins::find(records, config.workers.max(1));
     let (inside, across) = twins.count(&sources);
-    for (found, inside) in sources.iter().zip(inside) {
-        report.sources.push(twins.describe(found, inside, one_in));
+    let anchors = sources.iter_mut().map(|found| (std::mem::take(&mut found.anchors), found.records.start)).collect();
+    let shifted = shifted::count(anchors, |index| twins.merging(index).is_some());
+    for ((found, inside), shifted) in sources.iter().zip(inside).zip(shifted) {
+        let mut source = twins.describe(found, inside, one_in);
+        source.totals.duplicate_shifted = shifted;
+        report.sources.push(source);
     }
     report.totals = total(&report.sources, across * one_in);
     for source in &report.sources {
@@ -105,6 +110,7 @@ fn total(sources: &[SourceReport], across: u64) -> Totals {
         sum.unique += totals.unique;
         sum.duplicate_inside += totals.duplicate_inside;
         sum.duplicate_huge += totals.duplicate_huge;
+        sum.duplicate_shifted += totals.duplicate_shifted;
         sum.shared_already += totals.shared_already;
         sum.shared_by_pagefold += totals.shared_by_pagefold;
         sum.kernel_only += totals.kernel_only;
@@ -192,6 +198,7 @@ impl Twins {
                 duplicate_inside: totals.duplicate_inside * one_in,
                 duplicate_across: totals.duplicate_across * one_in,
                 duplicate_huge: totals.duplicate_huge * one_in,
+                duplicate_shifted: 0,
                 shared_already: totals.shared_already * one_in + counts.zero_shared,
                 shared_by_pagefold: found.merged,
                 kernel_only: totals.kernel_only * one_in + counts.zero_kernel_only,

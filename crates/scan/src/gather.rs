@@ -6,6 +6,7 @@
 use crate::config::Config;
 use crate::error::Lost;
 use crate::record::{PageRecord, Printer};
+use crate::shifted::Anchor;
 use crate::source::{Counts, Identity, Pages, ScanPlan, Source, WorkUnit};
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::sync::lock;
@@ -46,6 +47,8 @@ pub(crate) struct Found {
     pub pinned: u64,
     /// Where its records are.
     pub records: std::ops::Range<usize>,
+    /// In the order of addresses.
+    pub anchors: Vec<Anchor>,
 }
 
 struct Shared {
@@ -275,7 +278,7 @@ impl Collect {
             };
             let start = gathered.records.len();
             let mut counts = Counts { left_out: plan.left_out, ..Counts::default() };
-            let mut last_page = None;
+            let (mut last_page, mut anchors) = (None, Vec::new());
             for (unit, pages) in plan.units.iter().zip(units) {
                 let Some(mut pages) = pages else { continue };
                 let adjacent = last_page.is_some() && pages.first_page.map(|page| page.wrapping_sub(1)) == last_page;
@@ -283,12 +286,14 @@ impl Collect {
                     record.set_follows();
                 }
                 last_page = pages.last_page;
+                let before = gathered.records.len() - start;
+                anchors.extend(pages.anchors.iter().map(|anchor| anchor.after(before)));
                 gathered.records.append(&mut pages.records);
                 counts.add(pages.counts);
             }
             let records = start..gathered.records.len();
             let ScanPlan { merged, swapped, pinned, .. } = plan;
-            gathered.sources.push(Found { identity, counts, merged, swapped, pinned, records });
+            gathered.sources.push(Found { identity, counts, merged, swapped, pinned, records, anchors });
         }
         gathered
     }
@@ -355,6 +360,7 @@ fn read(shared: &Shared, job: &Job, unit: WorkUnit, beat: &Arc<AtomicU64>, buffe
     let mut pages = Pages::new(printer, unit, beat.clone());
     job.source.read(&unit, buffer, &mut pages)?;
     pages.records.shrink_to_fit();
+    pages.anchors.shrink_to_fit();
     shared.beat.fetch_add(pages.counts.examined * PAGE_SIZE as u64, Ordering::Relaxed);
     Ok(pages)
 }

@@ -72,6 +72,16 @@ pub(crate) struct Printer {
 }
 
 impl Printer {
+    /// The key of the domain's prints.
+    pub(crate) const fn key(self) -> u64 {
+        self.key
+    }
+
+    /// True if it keeps every content.
+    pub(crate) const fn keeps_all(self) -> bool {
+        self.limit == u64::MAX
+    }
+
     /// A printer for `domain` that keeps one content in `one_in`.
     pub(crate) fn new(seed: u64, domain: u64, one_in: u32) -> Printer {
         // Domains that differ in one bit get keys that differ in half of them.

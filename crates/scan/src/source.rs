@@ -3,6 +3,7 @@
 
 use crate::error::Lost;
 use crate::record::{PageKind, PageRecord, Printer};
+use crate::shifted::{self, Anchor};
 use crate::smaps::Reason;
 use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Page};
@@ -82,6 +83,8 @@ pub struct Pages {
     unit: WorkUnit,
     beat: Arc<AtomicU64>,
     pub(crate) records: Vec<PageRecord>,
+    /// None in a sample, which does not know the pages around them.
+    pub(crate) anchors: Vec<Anchor>,
     pub(crate) counts: Counts,
     /// Number of the first recorded page; for joining units.
     pub(crate) first_page: Option<u64>,
@@ -104,7 +107,8 @@ pub(crate) struct Counts {
 impl Pages {
     pub(crate) fn new(printer: Printer, unit: WorkUnit, beat: Arc<AtomicU64>) -> Pages {
         let counts = Counts::default();
-        Pages { printer, unit, beat, records: Vec::new(), counts, first_page: None, last_page: None }
+        let (records, anchors) = (Vec::new(), Vec::new());
+        Pages { printer, unit, beat, records, anchors, counts, first_page: None, last_page: None }
     }
 
     /// Takes the pages from number `first_page` on, with the content `bytes`. `shared` pages belong to others as
@@ -138,6 +142,9 @@ impl Pages {
         let mut record = PageRecord::new(print, kind, huge);
         if page_number > 0 && self.last_page == Some(page_number - 1) {
             record.set_follows();
+        }
+        if kind == PageKind::Own && self.printer.keeps_all() {
+            shifted::choose(page, page_number, self.records.len(), self.printer.key(), &mut self.anchors);
         }
         self.records.push(record);
         self.first_page.get_or_insert(page_number);
