@@ -29,10 +29,10 @@ use std::time::{Duration, Instant};
 #[derive(Parser, Debug)]
 #[command(
     name = "pagefold bench timing",
-    after_help = "Examples:\n  pagefold bench timing --quick\n  pagefold bench timing --samples 10000000"
+    after_help = "Examples:\n  pagefold bench timing --quick\n  pagefold bench timing --samples 3000000"
 )]
 struct Args {
-    /// Writes that are timed between two domains; without it a million (with --quick 30,000, with --full ten million).
+    /// Writes that are timed between two domains; without it a million (with --quick 30,000, with --full three million).
     #[arg(long, value_name = "N", value_parser = positive())]
     samples: Option<usize>,
     #[command(flatten)]
@@ -54,7 +54,7 @@ impl Args {
     fn samples(&self) -> usize {
         self.samples.unwrap_or(match (self.extent.quick, self.extent.full) {
             (true, _) => 30_000,
-            (_, true) => 10_000_000,
+            (_, true) => 3_000_000,
             _ => 1_000_000,
         })
     }
