@@ -124,8 +124,9 @@ fn a_client_that_waits_for_its_files_keeps_no_other_waiting() {
         drop(server);
         return skipped("this kernel lets no reader of such a client wait");
     }
-    // All that an operator and other programs may ask for.
-    for _ in 0..3 {
+    // Until the daemon looks at its clients again, and a worker has waited for long.
+    for _ in 0..6 {
+        std::thread::sleep(Duration::from_secs(2));
         host.status();
     }
     let mut others = [(); 2].map(|()| Served::start_live_of(&host, program));
