@@ -256,11 +256,17 @@ fn page(root: &Path, page: &DocumentPage, records: &[Record]) -> Result<String, 
 }
 
 /// A table of another document: a listing, or the figures that name it, on the first machine that has them.
-fn table_of(name: &str, page: &DocumentPage, records: &[Record]) -> String {
+///
+/// # Errors
+/// If no record has a row of the listing.
+fn table_of(name: &str, page: &DocumentPage, records: &[Record]) -> Result<String, String> {
     if let Some(listing) = page.listing.get(name) {
         let mut text = String::new();
         draw_listing(&mut text, listing, records);
-        return text + "\n";
+        if text.is_empty() {
+            return Err(format!("bench/figures.toml: no record has a row of the table {name:?}"));
+        }
+        return Ok(text + "\n");
     }
     let mut text = String::from("\n| | machine | pagefold | peer | gain |\n|---|---|---|---|---|\n");
     for figure in page.part.iter().flat_map(|part| &part.figure) {
@@ -284,7 +290,7 @@ fn table_of(name: &str, page: &DocumentPage, records: &[Record]) -> String {
             gain.map_or("–".into(), digits),
         );
     }
-    text + "\n"
+    Ok(text + "\n")
 }
 
 /// The document with its tables drawn anew; `waiting` loses their names.
@@ -292,7 +298,7 @@ fn with_tables(
     path: &str,
     document: &str,
     waiting: &mut BTreeSet<&str>,
-    table: impl Fn(&str) -> String,
+    table: impl Fn(&str) -> Result<String, String>,
 ) -> Result<String, String> {
     let (mut drawn, mut rest) = (String::new(), document);
     while let Some((before, after)) = rest.split_once(MARKS[0]) {
@@ -302,7 +308,7 @@ fn with_tables(
         if !waiting.remove(name) {
             return Err(format!("{path}: bench/figures.toml has no table {name:?}, or two documents have it"));
         }
-        drawn.extend([before, MARKS[0], name, MARKS[1], &table(name), MARKS[2]]);
+        drawn.extend([before, MARKS[0], name, MARKS[1], &table(name)?, MARKS[2]]);
         rest = after;
     }
     Ok(drawn + rest)
@@ -397,12 +403,12 @@ mod tests {
         let document = format!("a\n{open}one{drawn}old\n{end}\nb\n{open}two{drawn}{end}c");
         let draw = |names: &[&'static str]| {
             let mut waiting = names.iter().copied().collect();
-            with_tables("d.md", &document, &mut waiting, |name| format!("new {name}\n"))
+            with_tables("d.md", &document, &mut waiting, |name| Ok(format!("new {name}\n")))
         };
         let expected = format!("a\n{open}one{drawn}new one\n{end}\nb\n{open}two{drawn}new two\n{end}c");
         assert_eq!(draw(&["one", "two"]), Ok(expected));
         assert!(draw(&["one"]).is_err(), "a table of no figures");
-        let cut = |text: &str| with_tables("d.md", text, &mut BTreeSet::from(["one"]), |_| String::new()).is_err();
+        let cut = |text: &str| with_tables("d.md", text, &mut BTreeSet::from(["one"]), |_| Ok(String::new())).is_err();
         assert!(cut(&format!("{open}one")) && cut(&format!("{open}one{drawn}old")), "a mark without an end");
     }
 
