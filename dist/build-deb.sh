@@ -2,10 +2,9 @@
 # Makes the Debian packages pagefold, pagefold-snapshotter, pagefold-remote, libforrest0 and libforrest-dev from what cargo built.
 #   cargo build --release -p pagefold -p pagefold-snapshotter -p pagefold-remote -p forrest && dist/build-deb.sh
 #   dist/build-deb.sh --binary PATH --snapshotter PATH --remote PATH --forrest DIR --out DIR
-# Without a built snapshotter or pagefold-remote its package is left out. Needs dpkg-deb and the built program, which writes its own manual
-# pages and completions. With strip(1) at hand
-# debugging symbols are left out. DEBFULLNAME and DEBEMAIL name the maintainer, HOMEPAGE the
-# home page; SOURCE_DATE_EPOCH makes the packages reproducible.
+# Without a built snapshotter or pagefold-remote its package is left out. Needs dpkg-deb and the built program, which writes
+# its own manual pages and completions. With strip(1) at hand debugging symbols are left out. DEBFULLNAME and DEBEMAIL name the
+# maintainer, HOMEPAGE the home page; SOURCE_DATE_EPOCH makes the packages reproducible.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 built=${CARGO_TARGET_DIR:-$here/target}/release
@@ -17,7 +16,7 @@ while [ $# -gt 0 ]; do
     --remote) remote=${2:?a path} ;;
     --forrest) forrest=${2:?a directory} ;;
     --out) out=${2:?a directory} ;;
-    *) sed -n '2,8s/^# //p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,7s/^# //p' "$0" >&2; exit 2 ;;
     esac
     shift 2
 done

@@ -7,8 +7,8 @@ mod common;
 
 use common::cold::Host;
 use common::{
-    Daemon, Reaped, Server, ask_until_done, c_program, can_merge, guest, installed, is_root, shared_pages_in, skipped,
-    systemd, wait_for,
+    Daemon, Reaped, Server, ask_until_done, c_program, can_merge, guest, installed, is_root, packages, shared_pages_in,
+    skipped, systemd, wait_for,
 };
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -289,4 +289,21 @@ fn rules_attach_services_of_systemd_under_the_shipped_unit() {
     assert!(of("refused: ").contains(cure) && cure.contains("filters.conf"), "{said}");
     assert!(of("deaf: ").contains("(socket)"), "{said}");
     assert!(!said.contains("/proc/"), "traces are left: {said}");
+}
+
+#[test]
+fn the_package_leads_a_newcomer_to_merged_guests() {
+    if !is_root() || !can_merge() {
+        return;
+    }
+    let needed = ["apt-get", "dpkg-deb", "python3"].map(installed);
+    if needed.contains(&None) || guest::needs(&[]).is_none() {
+        return;
+    }
+    let dir = packages::build();
+    let done = Command::new(source("tests/first-vm")).arg(packages::of(dir.path(), "pagefold")).output();
+    let done = done.expect("tests/first-vm runs");
+    let said = String::from_utf8_lossy(&done.stdout);
+    println!("{said}");
+    assert!(done.status.success(), "{said}{}", String::from_utf8_lossy(&done.stderr));
 }

@@ -2,7 +2,11 @@
 
 mod common;
 
-use common::{TOOL, executable, installed, skipped};
+use common::{
+    TOOL, executable, installed,
+    packages::{self, remote, snapshotter},
+    skipped,
+};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -20,64 +24,29 @@ fn ok(command: &mut Command) -> String {
     text
 }
 
-/// The snapshotter, a program of another package: it is there when the whole workspace was built.
-fn snapshotter() -> PathBuf {
-    Path::new(TOOL).with_file_name("pagefold-snapshotter")
-}
-
-/// The program that talks to registries, likewise.
-fn remote() -> PathBuf {
-    Path::new(TOOL).with_file_name("pagefold-remote")
-}
-
-/// The packages in a directory of their own, compressed fast instead of well.
-fn build() -> tempfile::TempDir {
-    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-    let beside = std::env::current_exe().expect("a path").parent().expect("a directory").to_path_buf();
-    ok(Command::new(source("dist/build-deb.sh"))
-        .args(["--binary", TOOL, "--snapshotter"])
-        .arg(snapshotter())
-        .arg("--remote")
-        .arg(remote())
-        .arg("--forrest")
-        .arg(beside)
-        .arg("--out")
-        .arg(dir.path())
-        .env("DPKG_DEB_COMPRESSOR_TYPE", "none")
-        .env("SOURCE_DATE_EPOCH", "1700000000"));
-    dir
-}
-
 /// The packages, made once; `None` after saying why not.
-fn packages() -> Option<&'static Path> {
+fn made() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<tempfile::TempDir>> = OnceLock::new();
     let built = BUILT.get_or_init(|| {
         installed("dpkg-deb")?;
-        Some(build())
+        Some(packages::build())
     });
     built.as_ref().map(|dir| dir.path())
 }
 
-fn package(dir: &Path, name: &str) -> PathBuf {
-    let of_name =
-        |path: &PathBuf| path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(&format!("{name}_")));
-    let mut found = std::fs::read_dir(dir).expect("the packages").flatten().map(|entry| entry.path()).filter(of_name);
-    found.next().unwrap_or_else(|| panic!("no package {name}"))
-}
-
 /// The tool's and the library's unpacked in one place, without running anything of theirs.
 fn unpacked() -> Option<tempfile::TempDir> {
-    let dir = packages()?;
+    let dir = made()?;
     let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     for name in ["pagefold", "libforrest0", "libforrest-dev"] {
-        ok(Command::new("dpkg-deb").arg("-x").arg(package(dir, name)).arg(root.path()));
+        ok(Command::new("dpkg-deb").arg("-x").arg(packages::of(dir, name)).arg(root.path()));
     }
     Some(root)
 }
 
 #[test]
 fn packages_hold_the_expected_files() {
-    let Some(dir) = packages() else { return };
+    let Some(dir) = made() else { return };
     let version = ok(Command::new(TOOL).arg("--version"));
     let version = version.trim().strip_prefix("pagefold ").expect("a version");
     for (name, files) in [
@@ -118,7 +87,7 @@ fn packages_hold_the_expected_files() {
             ][..],
         ),
     ] {
-        let file = package(dir, name);
+        let file = packages::of(dir, name);
         let info = ok(Command::new("dpkg-deb").arg("--info").arg(&file));
         for line in [format!("Package: {name}"), format!("Version: {version}-1")] {
             assert!(info.lines().any(|found| found.trim() == line), "{name} has no {line}: {info}");
@@ -140,19 +109,19 @@ fn packages_hold_the_expected_files() {
         }
     }
     // Each command has its page.
-    let contents = ok(Command::new("dpkg-deb").arg("--contents").arg(package(dir, "pagefold")));
+    let contents = ok(Command::new("dpkg-deb").arg("--contents").arg(packages::of(dir, "pagefold")));
     let pages = contents.lines().filter(|line| line.contains("/man1/pagefold-")).count();
     assert!(pages >= 15, "{pages} manual pages of commands");
 }
 
 #[test]
 fn the_snapshotter_has_a_package_with_its_unit() {
-    let Some(dir) = packages() else { return };
+    let Some(dir) = made() else { return };
     if !snapshotter().exists() {
         return skipped("the snapshotter is not built: cargo build -p pagefold-snapshotter");
     }
     let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-    ok(Command::new("dpkg-deb").arg("-x").arg(package(dir, "pagefold-snapshotter")).arg(root.path()));
+    ok(Command::new("dpkg-deb").arg("-x").arg(packages::of(dir, "pagefold-snapshotter")).arg(root.path()));
     let program = root.path().join("usr/bin/pagefold-snapshotter");
     assert!(ok(Command::new(&program).arg("--version")).starts_with("pagefold-snapshotter "));
     let unit = "usr/lib/systemd/system/pagefold-snapshotter.service";
@@ -173,13 +142,13 @@ fn the_snapshotter_has_a_package_with_its_unit() {
 
 #[test]
 fn the_program_for_registries_has_a_package() {
-    let Some(dir) = packages() else { return };
+    let Some(dir) = made() else { return };
     if !remote().exists() {
         return skipped("pagefold-remote is not built: cargo build -p pagefold-remote");
     }
     let root = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     for name in ["pagefold", "pagefold-remote"] {
-        ok(Command::new("dpkg-deb").arg("-x").arg(package(dir, name)).arg(root.path()));
+        ok(Command::new("dpkg-deb").arg("-x").arg(packages::of(dir, name)).arg(root.path()));
     }
     assert!(
         ok(Command::new(root.path().join("usr/bin/pagefold-remote")).arg("--version")).starts_with("pagefold-remote ")
@@ -198,10 +167,10 @@ fn the_program_for_registries_has_a_package() {
 
 #[test]
 fn the_same_input_makes_the_same_packages() {
-    let Some(first) = packages() else { return };
-    let second = build();
+    let Some(first) = made() else { return };
+    let second = packages::build();
     for name in ["pagefold", "libforrest0", "libforrest-dev"] {
-        let (a, b) = (std::fs::read(package(first, name)), std::fs::read(package(second.path(), name)));
+        let (a, b) = (std::fs::read(packages::of(first, name)), std::fs::read(packages::of(second.path(), name)));
         assert!(a.expect("a package") == b.expect("a package"), "{name} differs from one build to the next");
     }
 }
@@ -389,7 +358,7 @@ fn the_scripts_of_the_package_never_fail() {
 
 #[test]
 fn dpkg_installs_upgrades_and_purges_it() {
-    let Some(dir) = packages() else { return };
+    let Some(dir) = made() else { return };
     if !common::root() {
         return skipped("only root gives files to root, as dpkg does");
     }
@@ -409,7 +378,7 @@ fn dpkg_installs_upgrades_and_purges_it() {
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     let all: Vec<PathBuf> =
-        ["libforrest0", "libforrest-dev", "pagefold"].iter().map(|name| package(dir, name)).collect();
+        ["libforrest0", "libforrest-dev", "pagefold"].iter().map(|name| packages::of(dir, name)).collect();
     done(dpkg(&["--install"], &all));
     assert!(done(dpkg(&["--status", "pagefold"], &[])).contains("Status: install ok installed"));
     let config = root.path().join("etc/pagefold/pagefold.toml");

@@ -9,6 +9,7 @@ pub mod cold;
 mod control_group;
 pub mod group;
 pub mod guest;
+pub mod packages;
 pub mod systemd;
 pub mod terminal;
 
