@@ -215,7 +215,11 @@ impl Daemon {
 
     /// As [`start`](Daemon::start), a daemon of this tool's version.
     pub fn start_of(tool_path: PathBuf, args: &[&str]) -> Daemon {
-        let dir = tempfile::tempdir().expect("a directory");
+        Daemon::start_in(tempfile::tempdir().expect("a directory"), tool_path, args)
+    }
+
+    /// As [`start_of`](Daemon::start_of), in a directory that is made already.
+    pub fn start_in(dir: tempfile::TempDir, tool_path: PathBuf, args: &[&str]) -> Daemon {
         let socket = dir.path().join("s");
         let args: Vec<String> = args.iter().map(|arg| arg.to_string()).collect();
         let child = spawn_daemon(&tool_path, &socket, &args);

@@ -92,6 +92,19 @@ pub trait Client: Send {
         None
     }
 
+    /// True if the process may have kept segments of earlier pools that have no number yet.
+    fn keeps_earlier_segments(&self) -> bool {
+        false
+    }
+
+    /// Tells the process which of the segments that it kept (by inode) have which number now. It closes the others.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn name_earlier_segments(&mut self, _names: &[(u64, u32)]) -> Result<(), Gone> {
+        Ok(())
+    }
+
     /// Begins to watch `ranges` for writes.
     ///
     /// # Errors

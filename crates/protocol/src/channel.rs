@@ -4,7 +4,7 @@
 //! other side may write anywhere in it at any time. Entries are therefore copied by volatile accesses before they are
 //! checked, and every entry type is [`Plain`]: any bytes are a valid value.
 
-use crate::message::{EvictEntry, FETCH_PAGES_MAX, LIST_MAX, Outcome, RegionEntry, RemapPiece};
+use crate::message::{EarlierSegment, EvictEntry, FETCH_PAGES_MAX, LIST_MAX, Outcome, RegionEntry, RemapPiece};
 use crate::wait_histogram;
 use core::ffi::CStr;
 use core::sync::atomic::AtomicU64;
@@ -47,6 +47,8 @@ unsafe impl Plain for Range {}
 unsafe impl Plain for RegionEntry {}
 // SAFETY: `repr(C)` of a `u64`, four `u32` and a `u64`.
 unsafe impl Plain for RemapPiece {}
+// SAFETY: `repr(C)` of two `u64`.
+unsafe impl Plain for EarlierSegment {}
 // SAFETY: `repr(C)` of two `u32`.
 unsafe impl Plain for Outcome {}
 // SAFETY: `repr(C)` of three `u64` and two `u32`.

@@ -65,6 +65,9 @@ pub enum Op {
     /// Agent to the keeper, and keeper to the daemon as the first packet of a connection: carries the end of a new socket,
     /// on which the agent greets. For programs that do not reach the daemon's socket by its path.
     Connect = 14,
+    /// Hand over the file of an earlier daemon's segment: `a` = its inode; the answer carries it. For a daemon that may not
+    /// open what the process shows.
+    OpenEarlier = 15,
     /// Daemon, to the agent of a cold client: begin; `a` = epoch.
     ColdStart = 16,
     /// Copy these runs (list of [`RegionEntry`]) to the channel; the answer's list holds one byte per page.
@@ -74,6 +77,9 @@ pub enum Op {
     ColdEvict = 18,
     /// No page of these ranges (list of [`Range`]) is evicted: the kernel serves faults there again.
     ColdUnregister = 19,
+    /// These segments of earlier daemons have numbers now (list of [`EarlierSegment`]): they are held like those that this
+    /// daemon brings. The answer's list holds 1 for each that the agent has, else 0. With `a` = 1 all others are closed.
+    NameEarlier = 20,
 }
 
 /// The smallest memory in one piece that is managed without a request of the program's, in bytes. Pages of a JavaScript heap
@@ -170,6 +176,16 @@ pub struct RegionEntry {
     pub inode: u64,
     /// Page offset in the pool file.
     pub slot: u64,
+}
+
+/// A segment of an earlier daemon, which is one of this daemon's now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct EarlierSegment {
+    /// Inode of its file.
+    pub inode: u64,
+    /// Its number from now on.
+    pub id: u64,
 }
 
 /// What to put over a run of pages.

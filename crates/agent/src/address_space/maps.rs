@@ -85,10 +85,27 @@ impl Maps {
     /// # Errors
     /// As [`for_each`](Self::for_each).
     pub(crate) fn pools(&self, range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
+        self.any_pool(range, |map| f(map.range.intersection(&range), map.prot))
+    }
+
+    /// Calls `f` with the inode of each pool mapping.
+    ///
+    /// # Errors
+    /// As [`for_each`](Self::for_each).
+    pub(crate) fn pool_inodes(&self, mut f: impl FnMut(u64)) -> Result<()> {
+        let visit = |map: &maps::Map<'_>| {
+            f(map.inode);
+            false
+        };
+        self.any_pool(Range { start: 0, end: u64::MAX }, visit).map(drop)
+    }
+
+    /// True if `f` says so of a pool mapping that overlaps `range`; those behind are left out.
+    fn any_pool(&self, range: Range, mut f: impl FnMut(&maps::Map<'_>) -> bool) -> Result<bool> {
         let mut name = [0u8; POOL_NAME_MAX];
         let mut visit = |map: &maps::Map<'_>| {
             let part = map.range.intersection(&range);
-            part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(part, map.prot)
+            part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(map)
         };
         // One by one, where the kernel can: there may be a hundred thousand of them, and few in the range.
         let mut from = range.start;

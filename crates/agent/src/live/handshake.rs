@@ -4,6 +4,7 @@
 //! of the program may wait for its events. So the agent of the earlier connection answers them meanwhile, and each step
 //! passes its `hold` on or keeps it. Everything that can fail comes before `hold` is taken over.
 
+use super::earlier_segments::EarlierSegments;
 use super::freeze_area::FreezeArea;
 use super::session::{Agent, WAKEUP};
 use crate::address_space::heap::HeapEnd;
@@ -147,7 +148,9 @@ fn set_up(
     let is_new = new.is_some();
     freeze_area.own();
     // From here on nothing fails: merged ranges hang on it.
-    let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
+    let new = new.map(|hold| (hold, EarlierSegments::none()));
+    let taken_over = new.or_else(|| left.take().map(|agent| (agent.hold, agent.earlier)));
+    let (hold, earlier) = taken_over.ok_or(Errno(libc::EBADF))?;
     let agent = Agent {
         channel,
         watch,
@@ -160,6 +163,7 @@ fn set_up(
         huge_freeze_area: None,
         nursery: None,
         segments: [const { None }; SEGMENTS_HELD],
+        earlier,
         pagemap,
         maps,
         rss_watch: RssWatch::begin(),

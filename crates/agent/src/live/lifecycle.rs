@@ -21,12 +21,15 @@ use pagefold_os::raw::Errno;
 #[cfg(feature = "preload")]
 use pagefold_os::syscall;
 use pagefold_os::{PAGE_SIZE, Range};
-use pagefold_protocol::message::{FREEZE_PAGES_MAX, SEGMENTS_HELD};
+use pagefold_protocol::message::FREEZE_PAGES_MAX;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
 const RECONNECT_MS: i32 = 500;
+
+/// Tries to reach a daemon after which the agent closes the segments that the program shows no more: about a minute.
+const LOOK_TRIES: u32 = 120;
 
 /// Age that a process must have before its agent connects if all its memory is managed, in milliseconds.
 const ALL_START_MS: i32 = 60;
@@ -165,19 +168,27 @@ fn run() -> ! {
     }
     // The daemon shall not see us go before all is given back.
     let mut socket = None;
+    let mut tries = 0u32;
     while SHARED.phase.load(Ordering::Acquire) == 1 {
         adopt_merged_ranges(&mut left);
         match connect(&mut left) {
             Ok((mut agent, fresh)) => {
                 let _ = agent.serve(socket.insert(fresh));
                 agent.affinity.leave();
-                agent.segments = [const { None }; SEGMENTS_HELD];
+                agent.keep_segments();
                 left = Some(agent);
+                tries = 0;
             }
             Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
         }
         // The daemon is gone or refused us. What is merged stays merged; a new daemon may come.
         wait_or_leave(left.as_ref(), RECONNECT_MS);
+        tries += 1;
+        if tries.is_multiple_of(LOOK_TRIES)
+            && let Some(agent) = &mut left
+        {
+            agent.keep_segments();
+        }
     }
     // Threads that have woken this one need not wait for the work that follows.
     left.iter().for_each(Agent::serve_alone);

@@ -8,8 +8,9 @@
 //! `lifecycle` starts the thread and ends it, `handshake` connects it to a daemon, `requests` answers the daemon, and
 //! `events` answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison, to a
 //! `freeze_area`; `remap` and `remap_huge` map slots in their place, and `unshare` replaces slots by private memory.
-//! `leftover` hands memory to the kernel's KSM that merging leaves out.
+//! `leftover` hands memory to the kernel's KSM that merging leaves out. `earlier_segments` are kept for the next daemon.
 
+mod earlier_segments;
 mod events;
 mod freeze;
 mod freeze_area;

@@ -5,6 +5,7 @@
 //! and not a fault in the program. Between two requests the events of merged memory are answered, with the mapping lock
 //! held.
 
+use super::earlier_segments::EarlierSegments;
 use super::events::serve_events;
 use super::session::{Agent, PAGE, Segment};
 use crate::address_space::anonymous::watch_anonymous;
@@ -22,8 +23,8 @@ use pagefold_os::uffd::Uffd;
 use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock};
 use pagefold_protocol::handshake::WATCH_FEATURES;
 use pagefold_protocol::message::{
-    FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, RefusalReason, RemapPiece, SEGMENTS_HELD,
-    SEGMENTS_PER_REQUEST,
+    EarlierSegment, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, RefusalReason, RemapPiece,
+    SEGMENTS_HELD, SEGMENTS_PER_REQUEST,
 };
 
 /// How long the agent waits for requests before it looks whether the program changed its mappings or wants it to leave:
@@ -91,12 +92,16 @@ impl Agent {
                 SHARED.give_up();
                 return sock::send(socket, answer.bytes(), &[]);
             }
+            let mut carried = None;
+            if request.op == Op::OpenEarlier as u32 {
+                carried = self.earlier.file(request.a);
+            }
             match self.answer(&request, &mut fds) {
                 Ok(count) => answer.count = count as u64,
                 Err(Errno(errno)) => answer.status = errno,
             }
             self.tell_cpu_time();
-            sock::send(socket, answer.bytes(), &[])?;
+            sock::send(socket, answer.bytes(), carried.as_slice())?;
         }
     }
 
@@ -110,6 +115,8 @@ impl Agent {
         const FORGET: u32 = Op::CloseSegments as u32;
         const PART: u32 = Op::Lend as u32;
         const LEFTOVER: u32 = Op::Leftover as u32;
+        const OPEN_EARLIER: u32 = Op::OpenEarlier as u32;
+        const NAME_EARLIER: u32 = Op::NameEarlier as u32;
         match request.op {
             REGIONS => self.regions(request.a == 1, request.b),
             WATCH => {
@@ -156,8 +163,23 @@ impl Agent {
                 }
                 Ok(count)
             }
+            OPEN_EARLIER => self.earlier.file(request.a).map(|_| 0).ok_or(Errno(libc::ENOENT)),
+            NAME_EARLIER => Ok(self.name_earlier(count, request.a == 1)),
             _ => Err(Errno(libc::ENOSYS)),
         }
+    }
+
+    /// Holds the earlier segments of the list by their new numbers; closes all others if that `is_all`.
+    fn name_earlier(&mut self, count: usize, is_all: bool) -> usize {
+        for index in 0..count {
+            let EarlierSegment { inode, id } = self.channel.request(index);
+            let named = self.earlier.take(inode).is_some_and(|fd| self.hold_segment(id as u32, fd));
+            self.channel.put_answer(index, u64::from(named));
+        }
+        if is_all {
+            self.earlier = EarlierSegments::none();
+        }
+        count
     }
 
     /// Leaves the plain memory to the cold tier, which a second thread is the client of, or asks for it back. The thread
@@ -289,19 +311,24 @@ impl Agent {
             let id: u32 = self.channel.request(LIST_MAX - 1 - index);
             // Whatever becomes of the new one: what has the place may be an older segment of the same id.
             self.segments[id as usize % SEGMENTS_HELD] = None;
-            let Some(fd) = fds.take(index) else { continue };
-            let Ok((len, _)) = memfd::len_and_inode(fd.raw()) else { continue };
-            // A file that can shrink could kill the program by SIGBUS: refuse it.
-            let sealed = memfd::seals(&fd).is_ok_and(|seals| {
-                seals & memfd::SEAL_SHRINK != 0 && seals & (memfd::SEAL_WRITE | memfd::SEAL_FUTURE_WRITE) != 0
-            });
-            if !sealed {
-                continue;
-            }
-            let flags = libc::MAP_SHARED;
-            let Ok(map) = mem::Mapping::file(fd.raw(), 0, len as usize, libc::PROT_READ, flags) else { continue };
-            hide(&map);
-            self.segments[id as usize % SEGMENTS_HELD] = Some(Segment { id, fd, map, pages: (len / PAGE) as u32 });
+            let _ = fds.take(index).is_some_and(|fd| self.hold_segment(id, fd));
         }
+    }
+
+    /// Maps the segment behind `fd` and has it by number `id`; false if that cannot be, and it is closed then.
+    fn hold_segment(&mut self, id: u32, fd: Fd) -> bool {
+        let Ok((len, _)) = memfd::len_and_inode(fd.raw()) else { return false };
+        // A file that can shrink could kill the program by SIGBUS: refuse it.
+        let sealed = memfd::seals(&fd).is_ok_and(|seals| {
+            seals & memfd::SEAL_SHRINK != 0 && seals & (memfd::SEAL_WRITE | memfd::SEAL_FUTURE_WRITE) != 0
+        });
+        if !sealed {
+            return false;
+        }
+        let flags = libc::MAP_SHARED;
+        let Ok(map) = mem::Mapping::file(fd.raw(), 0, len as usize, libc::PROT_READ, flags) else { return false };
+        hide(&map);
+        self.segments[id as usize % SEGMENTS_HELD] = Some(Segment { id, fd, map, pages: (len / PAGE) as u32 });
+        true
     }
 }

@@ -1,5 +1,6 @@
 //! What the thread of live merging keeps over a connection, and what the steps of a merge ask of it.
 
+use super::earlier_segments::EarlierSegments;
 use super::freeze_area::FreezeArea;
 use crate::address_space::anonymous::{keep_attributes, keep_from_copies};
 use crate::address_space::discarded_ranges;
@@ -59,6 +60,8 @@ pub(crate) struct Agent {
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     pub(super) nursery: Option<Option<u64>>,
     pub(super) segments: [Option<Segment>; SEGMENTS_HELD],
+    /// Segments of the connections before.
+    pub(super) earlier: EarlierSegments,
     /// The process's page map.
     pub(crate) pagemap: Fd,
     /// Its mappings.
@@ -124,6 +127,12 @@ impl Agent {
     pub(crate) fn note_sealed(&self, range: Range) {
         let held = SHARED.mapping_lock.lock(AGENT);
         SHARED.tables(&held).table.change(range, |note| note.sealed = true);
+    }
+
+    /// Keeps for the next daemon what merged memory shows of this one's segments.
+    pub(super) fn keep_segments(&mut self) {
+        let segments = self.segments.iter_mut().filter_map(Option::take);
+        self.earlier.keep(segments.map(|segment| segment.fd), &self.maps);
     }
 
     pub(crate) fn remember_merged(&self, range: Range) {

@@ -8,7 +8,7 @@
 
 use crate::clients::agent_time::note_cpu_ns;
 use crate::clients::attached::{Attached, NotStopped};
-use crate::clients::connection::Connection;
+use crate::clients::connection::{Connection, drop_aside};
 use crate::clients::handshake::{GreetError, receive_ready};
 use crate::clients::leftover::State;
 use crate::clients::look::Look;
@@ -20,13 +20,15 @@ use pagefold_entry::memory::Memory;
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, PoolMapping, RemapPiece, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
-use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, ranges, sched, sock};
+use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, ranges, sched, sock};
 use pagefold_pool::Pool;
 use pagefold_protocol::channel::{AgentCounters, Channel};
 use pagefold_protocol::handshake::send_welcome;
 use pagefold_protocol::message::{
-    self, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST,
+    self, EarlierSegment, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_HELD,
+    SEGMENTS_PER_REQUEST,
 };
+use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -47,6 +49,8 @@ const ADDRESS_MAX: u64 = 1 << 57;
 const NONE: u32 = u32::MAX;
 /// Inode, in that list, of a segment that the agent may not have got: no file's.
 const UNSURE: u64 = 0;
+/// Number of released segments of a pool that was not asked yet.
+const UNASKED: u64 = u64::MAX;
 /// After so many pages the threads of an attached program go on: stops are about 5 ms long then.
 const STOP_PAGES: u64 = 2048;
 /// Pages that one request unshares at most. The program waits for them; an attached one stands still meanwhile.
@@ -122,6 +126,10 @@ pub struct MergeClient {
     /// Ids of the segments that the agent holds, by place, and the inodes of their files: an id may be another's later.
     /// Mirrors the agent's own table.
     held: Box<[(u32, u64); SEGMENTS_HELD]>,
+    /// It may still have segments of earlier daemons without a number of ours.
+    keeps_earlier: bool,
+    /// Inodes of those that it has not.
+    lacks_earlier: BTreeSet<u64>,
     /// Segments that the pool had let go when it was last asked.
     released: u64,
     scan: Vec<pagemap::ScannedRange>,
@@ -174,6 +182,8 @@ impl MergeClient {
             }),
             sequence: 0,
             held: Box::new([(NONE, 0); SEGMENTS_HELD]),
+            keeps_earlier: true,
+            lacks_earlier: BTreeSet::new(),
             released: 0,
             scan: vec![pagemap::ScannedRange::default(); SCANNED_MAX],
             room: 0,
@@ -283,6 +293,31 @@ impl MergeClient {
         Ok(())
     }
 
+    /// Has the agent hand over a segment of an earlier daemon.
+    fn open_earlier(&mut self, inode: u64) -> Option<Fd> {
+        if !self.keeps_earlier || self.lacks_earlier.contains(&inode) {
+            return None;
+        }
+        self.sequence += 1;
+        let request = Packet { sequence: self.sequence, a: inode, ..Packet::new(Op::OpenEarlier) };
+        sock::send(&self.socket, request.bytes(), &[]).ok()?;
+        let mut buffer = [0; size_of::<Packet>()];
+        let (got, mut fds) = sock::receive(&self.socket, &mut buffer, 0).ok()?;
+        let answer = Packet::parse(&buffer[..got]);
+        let is_answer = answer.is_some_and(|answer| {
+            answer.op == Op::OpenEarlier as u32 && answer.sequence == self.sequence && answer.status == 0
+        });
+        match fds.take(0) {
+            Some(file) if is_answer && fds.len() == 1 && memfd::is_one(&file) => Some(file),
+            other => {
+                self.lacks_earlier.insert(inode);
+                // What else a client sends may be slow to close.
+                drop_aside((other, fds));
+                None
+            }
+        }
+    }
+
     /// What the process lists, all of it or (`None`: it cannot read its own mappings now) nothing.
     fn list(&mut self, pool: bool) -> Result<Option<Vec<RegionEntry>>, Gone> {
         let mut all: Vec<RegionEntry> = Vec::new();
@@ -362,7 +397,33 @@ impl Client for MergeClient {
         let Range { start, end } = mapping.range;
         let path = CString::new(format!("/proc/{}/map_files/{start:x}-{end:x}", self.shared.pid)).ok()?;
         // Nothing is opened but the path: by now there may be a file that its file system is slow to open.
-        Fd::open(&path, libc::O_PATH, 0).ok()
+        Fd::open(&path, libc::O_PATH, 0).ok().or_else(|| self.open_earlier(mapping.inode))
+    }
+
+    fn keeps_earlier_segments(&self) -> bool {
+        self.keeps_earlier
+    }
+
+    fn name_earlier_segments(&mut self, names: &[(u64, u32)]) -> Result<(), Gone> {
+        let all = names.chunks(LIST_MAX).chain(names.is_empty().then_some(names));
+        let chunks = names.len().div_ceil(LIST_MAX).max(1);
+        for (number, names) in all.enumerate() {
+            for (index, (inode, id)) in names.iter().enumerate() {
+                self.shared.channel.put_request(index, EarlierSegment { inode: *inode, id: u64::from(*id) });
+            }
+            let is_last = number + 1 == chunks;
+            let count = self.ask(Op::NameEarlier, names.len(), u64::from(is_last), 0, &[])?.min(names.len());
+            for (index, (inode, id)) in names[..count].iter().enumerate() {
+                if self.shared.channel.answer::<u64>(index) == 1 {
+                    self.held[*id as usize % SEGMENTS_HELD] = (*id, *inode);
+                }
+            }
+        }
+        self.keeps_earlier = false;
+        self.lacks_earlier = BTreeSet::new();
+        // The pool may have let one go since: it is asked again.
+        self.released = UNASKED;
+        Ok(())
     }
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
@@ -695,6 +756,8 @@ mod tests {
             shared: Arc::new(SharedClient::of(0)),
             sequence: 0,
             held: Box::new([(NONE, 0); SEGMENTS_HELD]),
+            keeps_earlier: true,
+            lacks_earlier: BTreeSet::new(),
             released: 0,
             scan: Vec::new(),
             room: 0,
@@ -705,9 +768,11 @@ mod tests {
         }
     }
 
-    /// What the daemon gets of a client that lists every second page, `count` in all; if it `repeats`, each list is the
-    /// first one.
-    fn listed(count: usize, repeats: bool) -> Result<Option<Vec<Range>>, Gone> {
+    /// What `ask` gets of a client whose agent answers by `answer`: a packet and the descriptors that it carries.
+    fn answered<T>(
+        mut answer: impl FnMut(&Packet, &SharedClient) -> (Packet, Vec<i32>) + Send,
+        ask: impl FnOnce(&mut MergeClient) -> T,
+    ) -> T {
         let (ours, theirs) = sock::pair().expect("a pair");
         let mut client = link(ours.into());
         let shared = client.shared.clone();
@@ -717,23 +782,84 @@ mod tests {
                 while let Ok((got, _)) = sock::receive(&theirs, &mut buffer, 0)
                     && let Some(request) = Packet::parse(&buffer[..got])
                 {
-                    let first = if repeats { 0 } else { (request.b / PAGE).div_ceil(2) as usize };
-                    let len = (count - first).min(LIST_MAX);
-                    for index in 0..len {
-                        let range = Range::pages_from(2 * (first + index) as u64 * PAGE, 1);
-                        let entry = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
-                        shared.channel.put_answer(index, entry);
-                    }
-                    let answer = Packet { count: len as u64, ..request };
-                    if sock::send(&theirs, answer.bytes(), &[]).is_err() {
+                    let (answer, fds) = answer(&request, &shared);
+                    if sock::send(&theirs, answer.bytes(), &fds).is_err() {
                         return;
                     }
                 }
             });
-            let regions = client.regions();
+            let got = ask(&mut client);
             client.socket.shut();
-            regions
+            got
         })
+    }
+
+    /// What the daemon gets of a client that lists every second page, `count` in all; if it `repeats`, each list is the
+    /// first one.
+    fn listed(count: usize, repeats: bool) -> Result<Option<Vec<Range>>, Gone> {
+        let list = |request: &Packet, shared: &SharedClient| {
+            let first = if repeats { 0 } else { (request.b / PAGE).div_ceil(2) as usize };
+            let len = (count - first).min(LIST_MAX);
+            for index in 0..len {
+                let range = Range::pages_from(2 * (first + index) as u64 * PAGE, 1);
+                let entry = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
+                shared.channel.put_answer(index, entry);
+            }
+            (Packet { count: len as u64, ..*request }, Vec::new())
+        };
+        answered(list, |client| client.regions())
+    }
+
+    #[test]
+    fn only_memory_files_are_taken_for_earlier_segments() {
+        let segment = memfd::create(c"earlier", PAGE).expect("a file");
+        let null = Fd::open(c"/dev/null", libc::O_RDONLY, 0).expect("it is there");
+        let mut asked = 0;
+        let give = |request: &Packet, _: &SharedClient| {
+            asked += 1;
+            let fds = match request.a {
+                7 => vec![segment.raw()],
+                8 => vec![null.raw(), segment.raw()],
+                _ => Vec::new(),
+            };
+            (*request, fds)
+        };
+        answered(give, |client| {
+            let file = client.open_earlier(7).expect("a segment");
+            assert_eq!(memfd::len_and_inode(file.raw()), memfd::len_and_inode(segment.raw()));
+            for _ in 0..3 {
+                assert!(client.open_earlier(8).is_none() && client.open_earlier(9).is_none());
+            }
+            assert_eq!(client.name_earlier_segments(&[]), Ok(()));
+            assert!(!client.keeps_earlier_segments() && client.open_earlier(7).is_none());
+        });
+        assert_eq!(asked, 4, "it is not asked again for what it has not, and for nothing once all have numbers");
+    }
+
+    #[test]
+    fn a_segment_with_a_number_is_held_if_the_agent_says_so() {
+        let names: Vec<(u64, u32)> = (0..LIST_MAX as u32 + 2).map(|id| (u64::from(id) + 100, id)).collect();
+        let (mut lists, mut last) = (0, 0);
+        let take_even = |request: &Packet, shared: &SharedClient| {
+            (lists, last) = (lists + 1, request.a);
+            for index in 0..request.count as usize {
+                let EarlierSegment { inode, id } = shared.channel.request(index);
+                assert_eq!(inode, id + 100);
+                shared.channel.put_answer(index, u64::from(id % 2 == 0));
+            }
+            (*request, Vec::new())
+        };
+        let held = answered(take_even, |client| {
+            assert_eq!(client.name_earlier_segments(&names), Ok(()));
+            client.held.clone()
+        });
+        assert_eq!((lists, last), (2, 1), "the last list is known for it");
+        // The last of those that share a place is there.
+        let (place, id) = (0, LIST_MAX as u32);
+        assert_eq!((held[place], held[1]), ((id, u64::from(id) + 100), (NONE, 0)));
+        let refuse = |request: &Packet, _: &SharedClient| (Packet { status: libc::ENOSYS, ..*request }, Vec::new());
+        let held = answered(refuse, |client| client.name_earlier_segments(&names).map(|()| client.held.clone()));
+        assert!(held.is_ok_and(|held| held.iter().all(|held| *held == (NONE, 0))), "an agent of an earlier version");
     }
 
     #[test]

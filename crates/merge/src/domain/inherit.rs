@@ -14,7 +14,7 @@ use crate::page::PageState;
 use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::{Hold, Refused, Slot};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Periods in which a client's files that may be sealed later are tried again.
 const TRIES: u32 = 10;
@@ -125,6 +125,16 @@ impl Domain {
             }
         }
         Ok(())
+    }
+
+    /// Once nothing more can be taken in: tells the client the numbers of what it has kept for that.
+    pub(super) fn name_earlier(&self, work: &mut Work, mappings: &[PoolMapping]) -> Result<(), Gone> {
+        if !work.client.keeps_earlier_segments() {
+            return Ok(());
+        }
+        let named = |mapping: &PoolMapping| Some((mapping.inode, self.pool.segment_of_inode(mapping.inode)?));
+        let names: BTreeSet<(u64, u32)> = mappings.iter().filter_map(named).collect();
+        work.client.name_earlier_segments(&Vec::from_iter(names))
     }
 
     /// Returns true if the client's mappings should be looked at again in the next period.

@@ -99,7 +99,11 @@ impl Domain {
         self.count(|c| &c.pages_discarded, discarded);
         note_healed_unknown(work, has_all);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
-        let has_all = has_all && !self.may_inherit_later(work);
+        let inherits_later = self.may_inherit_later(work);
+        if !inherits_later {
+            self.name_earlier(work, &mappings)?;
+        }
+        let has_all = has_all && !inherits_later;
         // All plain memory, not only ranges that are new to the table: where the program mapped or discarded, unwatched
         // memory may lie at addresses that the table knows.
         let plain: Vec<Range> = ranges.iter().flat_map(|range| without(*range, &mappings)).collect();

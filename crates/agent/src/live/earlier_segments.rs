@@ -1,0 +1,96 @@
+//! Files of segments that a daemon gave us and that outlive it, because merged memory shows them.
+//!
+//! The next daemon wants to go on with them. It can open them through the kernel's list of our mappings only if it has a
+//! privilege of root's; for all others we keep the descriptors until it has asked for them.
+
+use crate::address_space::maps::Maps;
+use pagefold_os::fd::Fd;
+use pagefold_os::memfd;
+use pagefold_os::raw::Result;
+use pagefold_protocol::message::SEGMENTS_HELD;
+
+/// At most as many as one connection has. Each keeps a whole segment in memory, so none is kept that nothing shows.
+pub(super) struct EarlierSegments([Option<Earlier>; SEGMENTS_HELD]);
+
+struct Earlier {
+    inode: u64,
+    fd: Fd,
+    is_shown: bool,
+}
+
+impl EarlierSegments {
+    pub(super) const fn none() -> EarlierSegments {
+        EarlierSegments([const { None }; SEGMENTS_HELD])
+    }
+
+    /// Keeps those of `segments` that the process shows, and closes the others.
+    pub(super) fn keep(&mut self, segments: impl Iterator<Item = Fd>, maps: &Maps) {
+        for fd in segments {
+            let Ok((_, inode)) = memfd::len_and_inode(fd.raw()) else { continue };
+            let is_kept = self.file(inode).is_some();
+            if let Some(free) = self.0.iter_mut().find(|place| place.is_none() && !is_kept) {
+                *free = Some(Earlier { inode, fd, is_shown: false });
+            }
+        }
+        self.close_unseen(maps);
+    }
+
+    /// Closes what the process shows no more. Keeps all if the kernel does not tell.
+    pub(super) fn close_unseen(&mut self, maps: &Maps) {
+        if self.0.iter().all(Option::is_none) {
+            return;
+        }
+        self.0.iter_mut().flatten().for_each(|segment| segment.is_shown = false);
+        let seen: Result<()> = maps.pool_inodes(|inode| {
+            let shown = self.0.iter_mut().flatten().filter(|segment| segment.inode == inode);
+            shown.for_each(|segment| segment.is_shown = true);
+        });
+        if seen.is_ok() {
+            self.0.iter_mut().for_each(|place| _ = place.take_if(|segment| !segment.is_shown));
+        }
+    }
+
+    /// The descriptor of the file with this inode.
+    pub(super) fn file(&self, inode: u64) -> Option<i32> {
+        self.0.iter().flatten().find(|segment| segment.inode == inode).map(|segment| segment.fd.raw())
+    }
+
+    /// As [`file`](Self::file), and leaves it to the caller.
+    pub(super) fn take(&mut self, inode: u64) -> Option<Fd> {
+        let mut places = self.0.iter_mut();
+        let found = places.find_map(|place| place.take_if(|segment| segment.inode == inode))?;
+        Some(found.fd)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_os::{PAGE_SIZE, mem};
+
+    #[test]
+    fn what_merged_memory_shows_is_kept_until_it_does_not() {
+        let maps = Maps::open().unwrap();
+        let segments = [(); 3].map(|()| memfd::create(c"pagefold-pool:earlier", PAGE_SIZE as u64).unwrap());
+        let inodes = segments.each_ref().map(|fd| memfd::len_and_inode(fd.raw()).unwrap().1);
+        let map = |fd: &Fd, flags| mem::Mapping::file(fd.raw(), 0, PAGE_SIZE, libc::PROT_READ, flags).unwrap();
+        let shown = [map(&segments[0], libc::MAP_PRIVATE), map(&segments[1], libc::MAP_PRIVATE)];
+        // As the agent itself maps it, to compare.
+        let read = map(&segments[2], libc::MAP_SHARED);
+        let mut earlier = EarlierSegments::none();
+        earlier.keep(segments.into_iter(), &maps);
+        let kept =
+            |earlier: &EarlierSegments| inodes.iter().map(|inode| earlier.file(*inode).is_some()).collect::<Vec<_>>();
+        assert_eq!(kept(&earlier), [true, true, false], "the agent's own mapping shows nothing");
+        // The connection after that brought nothing.
+        earlier.keep(std::iter::empty(), &maps);
+        assert_eq!(kept(&earlier), [true, true, false]);
+        let [first, second] = shown;
+        drop(first);
+        earlier.close_unseen(&maps);
+        assert_eq!(kept(&earlier), [false, true, false]);
+        assert_eq!(memfd::len_and_inode(earlier.take(inodes[1]).unwrap().raw()).unwrap().1, inodes[1]);
+        assert_eq!(kept(&earlier), [false; 3]);
+        drop((second, read));
+    }
+}
