@@ -1,11 +1,12 @@
-//! Archives from everywhere: an image has what GNU tar unpacks, in names, kinds, modes, owners, times, links, attributes,
-//! bytes.
+//! Archives from everywhere: an image has what GNU tar unpacks, and what umoci and podman make of a layer, in names, kinds,
+//! modes, owners, times, links, attributes, bytes.
 //!
 //! The test takes the archives that the machine has (crates, Go's and Python's own tests). `PAGEFOLD_ARCHIVES` names files
 //! and directories to compare instead, with colons between them. Run it as root: GNU tar sets owners for root alone.
 
 use pagefold_image::build::{self, Omissions, apply_archive};
 use pagefold_image::config::Limits;
+use pagefold_image::digest::Digest;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::tar::Reader;
@@ -26,15 +27,18 @@ const BYTES_MAX: u64 = 200_000;
 /// Most archives of one place that are.
 const COUNT_MAX: usize = 60;
 
-/// Archives that an image and GNU tar read differently, by parts of their names, and why ours is right. Readers differ about
-/// most of these, so that one archive would be two.
+/// Archives that an image and another program read differently, by parts of their names, and why ours is right. Readers
+/// differ about most of these, so that one archive would be two.
 const ARGUED: &[(&[&str], &str)] = &[
     (&["sparse-formats.tar"], "parts of one byte: GNU tar takes each one from the next block, and loses its way"),
     (&["gnu-sparse-many-zeros.tar"], "a map of more than 2^20 parts"),
     (&["nil-uid.tar", "ustar-file-reg.tar", "gnu-incremental.tar"], "no end mark: it may be cut off"),
     (&["pax-pos-size-file.tar"], "two sizes for one entry"),
     (&["pax-path-hdr.tar"], "an extended header that belongs to no entry"),
-    (&["gnu-long-nul.tar", "pax-nul-path.tar"], "GNU tar cuts names at a NUL, others do not"),
+    (&["pax-global-records.tar"], "a global header that names one file: some take it for the next one, some for none"),
+    (&["invalid-go17.tar"], "a prefix where GNU tar has other fields: readers in Go take it for a part of the name"),
+    (&["/xattrs.tar"], "umoci and podman leave out labels of SELinux"),
+    (&["gnu-long-nul.tar", "pax-nul-path.tar"], "some cut names at a NUL, others do not"),
     (&["pax-bad-mtime-file.tar", "tar_pax_timestamps.tar"], "a time that is no number: GNU tar takes another one"),
     (&["gnu-multi-hdrs.tar", "pax-multi-hdrs.tar"], "two names for one entry"),
     (
@@ -96,34 +100,109 @@ fn of_image(store: &Store, path: &Path, named: &BTreeSet<Vec<u8>>, limits: Limit
     Ok(listing(&tree, named))
 }
 
-/// What GNU tar unpacks.
-fn of_tar(
+/// Another program that unpacks archives.
+#[derive(Clone, Copy)]
+enum Peer {
+    Tar,
+    Umoci,
+    Podman,
+}
+
+impl Peer {
+    /// Unpacks `packed`, a plain archive, somewhere below `dir`; returns where.
+    fn unpack(self, packed: &Path, dir: &Path) -> Result<PathBuf, String> {
+        let out = dir.join("out");
+        match self {
+            Peer::Tar => {
+                fs::create_dir(&out).unwrap();
+                let attributes = ["--numeric-owner", "--xattrs", "--xattrs-include=*", "--acls", "--selinux"];
+                run(Command::new("tar").args(attributes).arg("-pxf").arg(packed).arg("-C").arg(&out))?;
+                Ok(out)
+            }
+            Peer::Umoci => {
+                layout(packed, &dir.join("layout"));
+                run(Command::new("umoci").args(["raw", "unpack", "--image", LAYOUT]).arg(&out).current_dir(dir))?;
+                Ok(out)
+            }
+            Peer::Podman => {
+                layout(packed, &dir.join("layout"));
+                let podman = |args: &[&str]| {
+                    let mut command = Command::new("podman");
+                    command.arg("--root").arg(out.join("root")).arg("--runroot").arg(out.join("run"));
+                    run(command.args(["--storage-driver", "vfs"]).args(args).current_dir(dir))
+                };
+                let id = podman(&["pull", "--quiet", &format!("oci:{LAYOUT}")])?;
+                Ok(podman(&["image", "mount", id.trim()])?.trim().into())
+            }
+        }
+    }
+}
+
+/// What `command` prints, if it succeeds within a minute; else the last line that it says.
+fn run(command: &mut Command) -> Result<String, String> {
+    let mut limited = Command::new("timeout");
+    limited.arg("60").arg(command.get_program()).args(command.get_args()).env("LC_ALL", "C");
+    limited.current_dir(command.get_current_dir().unwrap_or(Path::new("/")));
+    let told = limited.output().unwrap();
+    let errors = String::from_utf8_lossy(&told.stderr);
+    let said = errors.lines().rfind(|line| !line.trim().is_empty());
+    if told.status.success() {
+        Ok(String::from_utf8_lossy(&told.stdout).into_owned())
+    } else {
+        Err(said.unwrap_or("fails").to_string())
+    }
+}
+
+/// The image of a layer, from its directory. Engines make names of it, and those have no capitals.
+const LAYOUT: &str = "layout:latest";
+
+/// Makes an image of one layer in `dir`.
+fn layout(layer: &Path, dir: &Path) {
+    let blobs = dir.join("blobs/sha256");
+    fs::create_dir_all(&blobs).unwrap();
+    fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).unwrap();
+    let blob = |kind: &str, bytes: &[u8]| {
+        let hex = Digest::of(bytes).hex();
+        fs::write(blobs.join(&hex), bytes).unwrap();
+        let (kind, len) = (format!("application/vnd.oci.image.{kind}"), bytes.len());
+        (format!(r#"{{"mediaType":"{kind}","digest":"sha256:{hex}","size":{len}"#), hex)
+    };
+    let (layer, hex) = blob("layer.v1.tar", &fs::read(layer).unwrap());
+    let config = format!(
+        r#"{{"architecture":"amd64","os":"linux","config":{{}},"rootfs":{{"type":"layers","diff_ids":["sha256:{hex}"]}},
+        "history":[{{"created_by":"a layer"}}]}}"#
+    );
+    let (config, _) = blob("config.v1+json", config.as_bytes());
+    let manifest = format!(r#"{{"schemaVersion":2,"config":{config}}},"layers":[{layer}}}]}}"#);
+    let (manifest, _) = blob("manifest.v1+json", manifest.as_bytes());
+    let name = r#""annotations":{"org.opencontainers.image.ref.name":"latest"}"#;
+    fs::write(dir.join("index.json"), format!(r#"{{"schemaVersion":2,"manifests":[{manifest},{name}}}]}}"#)).unwrap();
+}
+
+/// What a peer unpacks.
+fn of_peer(
+    peer: Peer,
     store: &Store,
     path: &Path,
     named: &BTreeSet<Vec<u8>>,
     dir: &Path,
     limits: Limits,
 ) -> Result<Listing, String> {
-    let (packed, out) = (dir.join("packed"), dir.join("out"));
-    fs::create_dir(&out).unwrap();
+    let work = dir.join("work");
+    fs::create_dir(&work).unwrap();
+    let packed = work.join("packed");
     // Unpacked already: GNU tar would need a program for each compression.
     let unpacked = unpack(open(path), limits).map_err(|error| error.to_string());
     let copied = unpacked.and_then(|mut plain| {
         std::io::copy(&mut plain, &mut File::create(&packed).unwrap()).map_err(|error| error.to_string())
     });
     let listed = copied.and_then(|_| {
-        let mut command = Command::new("timeout");
-        command.args(["60", "tar", "--numeric-owner", "--xattrs", "--xattrs-include=*", "--acls", "--selinux", "-pxf"]);
-        let told = command.arg(&packed).arg("-C").arg(&out).env("LC_ALL", "C").output().unwrap();
-        if !told.status.success() {
-            return Err(String::from_utf8_lossy(&told.stderr).lines().next().unwrap_or("fails").to_string());
-        }
+        let out = peer.unpack(&packed, &work)?;
         let (build, mut notes) = (store.build().unwrap(), Omissions::default());
         let tree = build::from_directory(&build, &out, Default::default(), &mut notes, &Progress::silent());
         Ok(listing(&tree.map_err(|error| error.to_string())?, named))
     });
-    fs::remove_dir_all(&out).unwrap();
-    let _ = fs::remove_file(&packed);
+    fs::remove_dir_all(&work).unwrap();
     listed
 }
 
@@ -172,13 +251,32 @@ fn of_this_machine() -> Vec<PathBuf> {
 
 #[test]
 fn an_image_has_what_gnu_tar_unpacks() {
+    compare(Peer::Tar, "tar", 1);
+}
+
+#[test]
+fn an_image_has_what_umoci_makes_of_a_layer() {
+    compare(Peer::Umoci, "umoci", 2);
+}
+
+#[test]
+fn an_image_has_what_podman_makes_of_a_layer() {
+    compare(Peer::Podman, "podman", 8);
+}
+
+/// Compares with `peer`, whose program is `name`, all archives that are named, or each of so many of this machine's.
+fn compare(peer: Peer, name: &str, each: usize) {
     if !rustix::process::geteuid().is_root() {
         println!("SKIPPED: needs root");
         return;
     }
+    if Command::new(name).arg("--version").output().is_err() {
+        println!("SKIPPED: {name} is not installed");
+        return;
+    }
     let paths = match std::env::var("PAGEFOLD_ARCHIVES") {
         Ok(named) => named.split(':').flat_map(|path| archives(path.as_ref())).map(|(_, path)| path).collect(),
-        Err(_) => of_this_machine(),
+        Err(_) => of_this_machine().into_iter().step_by(each).collect::<Vec<_>>(),
     };
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(&dir.path().join("store"), "default").unwrap().without_sync();
@@ -186,21 +284,21 @@ fn an_image_has_what_gnu_tar_unpacks() {
     let began = UNIX_EPOCH.elapsed().unwrap().as_secs() as i64;
     let (mut counts, mut faults) = (BTreeMap::<&str, u32>::new(), 0);
     for path in &paths {
-        let name = path.file_name().unwrap().to_string_lossy();
         let named = named(path, limits);
         let image = of_image(&store, path, &named, limits);
         let is_large = matches!(&image, Err(error) if error.contains("the limit leaves room"));
-        let tar = if is_large { Err(String::new()) } else { of_tar(&store, path, &named, dir.path(), limits) };
-        let (outcome, said) = match (image, tar) {
-            (Ok(image), Ok(tar)) if image == untouched(tar.clone(), &image, began) => ("equal", String::new()),
-            (Ok(image), Ok(tar)) => ("different", difference(&image, &untouched(tar, &image, began))),
+        let theirs =
+            if is_large { Err(String::new()) } else { of_peer(peer, &store, path, &named, dir.path(), limits) };
+        let (outcome, said) = match (image, theirs) {
+            (Ok(image), Ok(theirs)) if image == untouched(theirs.clone(), &image, began) => ("equal", String::new()),
+            (Ok(image), Ok(theirs)) => ("different", difference(&image, &untouched(theirs, &image, began))),
             (Err(_), _) if is_large => ("too large", String::new()),
             (Err(image), Err(_)) if image.contains("is packed with") => ("packed otherwise", String::new()),
             (Err(_), Err(_)) => ("both refuse it", String::new()),
             (Err(image), Ok(_)) => ("only the image refuses it", image),
-            (Ok(_), Err(tar)) => ("only GNU tar refuses it", tar),
+            (Ok(_), Err(theirs)) => ("only the other refuses it", theirs),
         };
-        let argued = ARGUED.iter().find(|(parts, _)| parts.iter().any(|part| name.contains(part)));
+        let argued = ARGUED.iter().find(|(parts, _)| parts.iter().any(|part| path.to_string_lossy().contains(part)));
         if !said.is_empty() {
             println!(
                 "{}: {outcome}: {said}{}",
@@ -212,11 +310,12 @@ fn an_image_has_what_gnu_tar_unpacks() {
         *counts.entry(if is_ours && argued.is_some() { "argued" } else { outcome }).or_default() += 1;
         faults += u32::from(is_ours && argued.is_none());
     }
-    println!("{} archives: {counts:?}", paths.len());
+    println!("{name}: {} archives: {counts:?}", paths.len());
+    assert!(paths.is_empty() || counts.contains_key("equal"), "{name} unpacks none of them");
     assert_eq!(faults, 0, "archives that differ, and of which ARGUED does not say why");
 }
 
-/// Gives directories the time that they have in the image if GNU tar has written in them after it had set their times: it
+/// Gives directories the time that they have in the image if the other has written in them after it had set their times: it
 /// makes links to elsewhere last, and takes a directory's entry when it comes.
 fn untouched(mut tar: Listing, image: &Listing, began: i64) -> Listing {
     for (path, (what, meta)) in &mut tar {
@@ -237,7 +336,7 @@ fn difference(image: &Listing, tar: &Listing) -> String {
     let show = |listing: &Listing, path| listing.get(path).map_or("nothing".into(), |found| format!("{found:?}"));
     let lines: Vec<String> = differ
         .take(5)
-        .map(|path| format!("\n  {path}\n    image {}\n    tar   {}", show(image, path), show(tar, path)))
+        .map(|path| format!("\n  {path}\n    image {}\n    other {}", show(image, path), show(tar, path)))
         .collect();
     lines.concat()
 }
