@@ -107,7 +107,8 @@ fn a_client_that_waits_for_its_files_keeps_no_other_waiting() {
     if !Path::new("/dev/fuse").exists() {
         return skipped("this kernel has no FUSE");
     }
-    let host = Host::start(&["--no-keeper"]);
+    // Its only worker waits as well, until another one takes its place.
+    let host = Host::start(&["--no-keeper", "--workers", "1"]);
     let mut stuck = Served::start_live_of(&host, program);
     // Gone before the client is waited for, also where this test fails.
     let mut server = Server::start(&host);
