@@ -264,7 +264,7 @@ fn an_image_has_what_podman_makes_of_a_layer() {
     compare(Peer::Podman, "podman", 8);
 }
 
-/// Compares with `peer`, whose program is `name`, all archives that are named, or each of so many of this machine's.
+/// Compares all archives that are named, or one in `each` of this machine's, with `peer`. Its program is `name`.
 fn compare(peer: Peer, name: &str, each: usize) {
     if !rustix::process::geteuid().is_root() {
         println!("SKIPPED: needs root");

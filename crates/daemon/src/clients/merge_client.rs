@@ -768,7 +768,7 @@ mod tests {
         }
     }
 
-    /// What `ask` gets of a client whose agent answers by `answer`: a packet and the descriptors that it carries.
+    /// What `ask` gets of a client. Its agent answers by `answer`: a packet and the descriptors that it carries.
     fn answered<T>(
         mut answer: impl FnMut(&Packet, &SharedClient) -> (Packet, Vec<i32>) + Send,
         ask: impl FnOnce(&mut MergeClient) -> T,
