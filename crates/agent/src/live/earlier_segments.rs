@@ -6,7 +6,6 @@
 use crate::address_space::maps::Maps;
 use pagefold_os::fd::Fd;
 use pagefold_os::memfd;
-use pagefold_os::raw::Result;
 use pagefold_protocol::message::SEGMENTS_HELD;
 
 /// At most as many as one connection has. Each keeps a whole segment in memory, so none is kept that nothing shows.
@@ -15,7 +14,6 @@ pub(super) struct EarlierSegments([Option<Earlier>; SEGMENTS_HELD]);
 struct Earlier {
     inode: u64,
     fd: Fd,
-    is_shown: bool,
 }
 
 impl EarlierSegments {
@@ -29,24 +27,24 @@ impl EarlierSegments {
             let Ok((_, inode)) = memfd::len_and_inode(fd.raw()) else { continue };
             let is_kept = self.file(inode).is_some();
             if let Some(free) = self.0.iter_mut().find(|place| place.is_none() && !is_kept) {
-                *free = Some(Earlier { inode, fd, is_shown: false });
+                *free = Some(Earlier { inode, fd });
             }
         }
         self.close_unseen(maps);
     }
 
     /// Closes what the process shows no more. Keeps all if the kernel does not tell.
-    pub(super) fn close_unseen(&mut self, maps: &Maps) {
+    fn close_unseen(&mut self, maps: &Maps) {
         if self.0.iter().all(Option::is_none) {
             return;
         }
-        self.0.iter_mut().flatten().for_each(|segment| segment.is_shown = false);
-        let seen: Result<()> = maps.pool_inodes(|inode| {
-            let shown = self.0.iter_mut().flatten().filter(|segment| segment.inode == inode);
-            shown.for_each(|segment| segment.is_shown = true);
+        let mut is_shown = [false; SEGMENTS_HELD];
+        let seen = maps.pool_inodes(|inode| {
+            let place = self.0.iter().position(|place| place.as_ref().is_some_and(|segment| segment.inode == inode));
+            place.into_iter().for_each(|place| is_shown[place] = true);
         });
         if seen.is_ok() {
-            self.0.iter_mut().for_each(|place| _ = place.take_if(|segment| !segment.is_shown));
+            self.0.iter_mut().zip(is_shown).for_each(|(place, is_shown)| _ = place.take_if(|_| !is_shown));
         }
     }
 

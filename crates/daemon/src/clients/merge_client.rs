@@ -212,13 +212,22 @@ impl MergeClient {
         b: u64,
         fds: &[i32],
     ) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
+        self.request(op, count, a, b, fds)?;
+        let mut buffer = [0; size_of::<Packet>()];
+        let got = self.socket.receive_plain(&mut buffer).map_err(|_| Gone)?;
+        self.answer_of(op, &buffer[..got])
+    }
+
+    fn request(&mut self, op: Op, count: usize, a: u64, b: u64, fds: &[i32]) -> Result<(), Gone> {
         self.sequence += 1;
         let cpu = sched::cpu().map_or(0, |cpu| cpu + 1);
         let request = Packet { sequence: self.sequence, count: count as u64, a, b, cpu, ..Packet::new(op) };
-        sock::send(&self.socket, request.bytes(), fds).map_err(|_| Gone)?;
-        let mut buffer = [0; size_of::<Packet>()];
-        let got = self.socket.receive_plain(&mut buffer).map_err(|_| Gone)?;
-        let answer = Packet::parse(&buffer[..got]).ok_or(Gone)?;
+        sock::send(&self.socket, request.bytes(), fds).map_err(|_| Gone)
+    }
+
+    /// What `bytes` say, if they answer the last request, an `op`.
+    fn answer_of(&self, op: Op, bytes: &[u8]) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
+        let answer = Packet::parse(bytes).ok_or(Gone)?;
         if answer.op != op as u32 || answer.sequence != self.sequence || answer.count > LIST_MAX as u64 {
             return Err(Gone);
         }
@@ -298,15 +307,10 @@ impl MergeClient {
         if !self.keeps_earlier || self.lacks_earlier.contains(&inode) {
             return None;
         }
-        self.sequence += 1;
-        let request = Packet { sequence: self.sequence, a: inode, ..Packet::new(Op::OpenEarlier) };
-        sock::send(&self.socket, request.bytes(), &[]).ok()?;
+        self.request(Op::OpenEarlier, 0, inode, 0, &[]).ok()?;
         let mut buffer = [0; size_of::<Packet>()];
         let (got, mut fds) = sock::receive(&self.socket, &mut buffer, 0).ok()?;
-        let answer = Packet::parse(&buffer[..got]);
-        let is_answer = answer.is_some_and(|answer| {
-            answer.op == Op::OpenEarlier as u32 && answer.sequence == self.sequence && answer.status == 0
-        });
+        let is_answer = matches!(self.answer_of(Op::OpenEarlier, &buffer[..got]), Ok(Ok(_)));
         match fds.take(0) {
             Some(file) if is_answer && fds.len() == 1 && memfd::is_one(&file) => Some(file),
             other => {
@@ -405,18 +409,22 @@ impl Client for MergeClient {
     }
 
     fn name_earlier_segments(&mut self, names: &[(u64, u32)]) -> Result<(), Gone> {
-        let all = names.chunks(LIST_MAX).chain(names.is_empty().then_some(names));
-        let chunks = names.len().div_ceil(LIST_MAX).max(1);
-        for (number, names) in all.enumerate() {
+        let mut lists = names.chunks(LIST_MAX).peekable();
+        loop {
+            // The last one, which may be empty, says that no other follows.
+            let names = lists.next().unwrap_or_default();
+            let is_last = lists.peek().is_none();
             for (index, (inode, id)) in names.iter().enumerate() {
                 self.shared.channel.put_request(index, EarlierSegment { inode: *inode, id: u64::from(*id) });
             }
-            let is_last = number + 1 == chunks;
             let count = self.ask(Op::NameEarlier, names.len(), u64::from(is_last), 0, &[])?.min(names.len());
             for (index, (inode, id)) in names[..count].iter().enumerate() {
                 if self.shared.channel.answer::<u64>(index) == 1 {
                     self.held[*id as usize % SEGMENTS_HELD] = (*id, *inode);
                 }
+            }
+            if is_last {
+                break;
             }
         }
         self.keeps_earlier = false;
