@@ -28,8 +28,11 @@ fn main() {
     for (feature, name, flags) in
         [("preload", "PAGEFOLD_AGENT_SO", &[][..]), ("attached", "PAGEFOLD_ATTACHED_AGENT_SO", &ATTACHED)]
     {
-        let built = build_agent(&root, &out.join(feature), &target, feature, flags);
-        println!("cargo::rustc-env={name}={}", built.display());
+        // One directory for both: what they depend on is built once. The next form takes the name of this one's file.
+        let built = build_agent(&root, &out.join("agents"), &target, feature, flags);
+        let kept = out.join(format!("{feature}.so"));
+        std::fs::copy(built, &kept).expect("the build directory can be written");
+        println!("cargo::rustc-env={name}={}", kept.display());
     }
 }
 
