@@ -18,7 +18,7 @@ pub mod waits;
 
 pub use clients::forked_children::ForkedChildren;
 pub use config::{AttachRule, Config, Leftover};
-pub use pagefold_entry::enter::FILTERS_CURE;
+pub use pagefold_entry::look::FILTERS_CURE;
 pub use pagefold_merge::client::VMA_BUDGET_MAX;
 pub use program_filter::ProgramFilter;
 pub use service::daemon::Daemon;

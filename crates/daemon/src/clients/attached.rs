@@ -1,7 +1,7 @@
 //! A client that ran before it became one: what its entry left in it, and how its threads are stopped.
 
 use crate::clients::handshake::GreetError;
-use pagefold_entry::enter::Traces;
+use pagefold_entry::layout::Traces;
 use pagefold_entry::stop::{StopError, with_stopped};
 use pagefold_os::fd::Fd;
 use pagefold_os::{Range, sched, sock};

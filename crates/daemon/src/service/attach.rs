@@ -7,8 +7,15 @@ use crate::domain_key::UNNAMED_DOMAIN;
 use crate::service::admission;
 use crate::service::daemon::Daemon;
 use crate::service::park;
-use pagefold_entry::enter::{self, ColdOptions, Entered, EntryError, FILTERS_CURE, Settings, Traces};
+use pagefold_entry::agent_thread::has_agent;
+use pagefold_entry::connection::ask_for_connection;
+use pagefold_entry::enter::{ColdOptions, Entered, Settings, enter};
+use pagefold_entry::error::EntryError;
 use pagefold_entry::image::AgentImage;
+use pagefold_entry::layout::Traces;
+use pagefold_entry::leave::leave;
+use pagefold_entry::look::FILTERS_CURE;
+use pagefold_entry::merged_by_ksm::set_merged_by_ksm;
 use pagefold_merge::client::Gone;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -74,18 +81,11 @@ fn try_attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u3
     if is_client(daemon, pid) {
         return Err(refused("it is a client already".into()));
     }
-    let agent = AgentImage::parse(daemon.config.attached_agent).map_err(|error| refused(error.to_string()))?;
-    let socket = daemon.config.socket.as_os_str().as_bytes();
-    let cold = if let Manage::Cold(options) = manage { Some(options) } else { None };
-    let makes_userfaultfd = daemon.userfault_device.is_none();
-    let settings = Settings { socket, domain, all: manage != Manage::Marked, cold, makes_userfaultfd };
-    let Entered { requests, still } = if enter::has_agent(pid) {
+    let Entered { requests, still } = if has_agent(pid) {
         // Its daemon and its keeper are gone, and no path leads it here.
-        Entered { requests: enter::ask_for_connection(pid)?, still: Duration::ZERO }
+        Entered { requests: ask_for_connection(pid)?, still: Duration::ZERO }
     } else {
-        let entered = enter::enter(pid, &agent, &settings)?;
-        enable(&entered.requests, daemon.userfault_device.as_ref()).map_err(refused)?;
-        entered
+        bring_agent(daemon, pid, domain, manage)?
     };
     // Its greeting is on its way.
     if let Some(greeting) = admission::first_packet(&requests) {
@@ -96,6 +96,22 @@ fn try_attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u3
     } else {
         Err(refused(daemon.refusals.reason(pid).unwrap_or_else(|| "its agent did not greet the daemon".into())))
     }
+}
+
+/// Puts an agent into process `pid`, which has none.
+fn bring_agent(daemon: &Daemon, pid: i32, domain: &str, manage: Manage) -> Result<Entered, EntryError> {
+    let refused = EntryError::Refused;
+    let agent = AgentImage::parse(daemon.config.attached_agent).map_err(|error| refused(error.to_string()))?;
+    let settings = Settings {
+        socket: daemon.config.socket.as_os_str().as_bytes(),
+        domain,
+        all: manage != Manage::Marked,
+        cold: if let Manage::Cold(options) = manage { Some(options) } else { None },
+        makes_userfaultfd: daemon.userfault_device.is_none(),
+    };
+    let entered = enter(pid, &agent, &settings)?;
+    enable(&entered.requests, daemon.userfault_device.as_ref()).map_err(refused)?;
+    Ok(entered)
 }
 
 /// As [`attach`], by what `backend` says. Returns as well why KSM merges its memory, if that is so.
@@ -139,7 +155,7 @@ fn attach_to_ksm(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker:
     if !ksm::read("run").is_ok_and(|run| run == 1) {
         return Err("KSM does not run (echo 1 > /sys/kernel/mm/ksm/run)".into());
     }
-    let still = enter::set_merged_by_ksm(pid, true).map_err(|error| error.to_string())?;
+    let still = set_merged_by_ksm(pid, true).map_err(|error| error.to_string())?;
     if ksm::of_process(pid).and_then(|stat| stat.merges_all) == Some(false) {
         return Err("the kernel refused: KSM for a whole program needs kernel 6.4 or later".into());
     }
@@ -231,14 +247,14 @@ fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
 /// One line: why not, and what to do about it.
 pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, String> {
     let began = Instant::now();
-    while !is_client(daemon, pid) && enter::has_agent(pid) && began.elapsed() < GREETS_AGAIN {
+    while !is_client(daemon, pid) && has_agent(pid) && began.elapsed() < GREETS_AGAIN {
         thread::sleep(Duration::from_millis(10));
     }
     let Some(traces) = traces_in(daemon, pid) else {
         if let Some(stat) = ksm::of_process(pid).filter(|stat| stat.merges_all == Some(true) && !is_client(daemon, pid))
         {
             may_ask(pid, asker)?;
-            enter::set_merged_by_ksm(pid, false).map_err(|error| error.to_string())?;
+            set_merged_by_ksm(pid, false).map_err(|error| error.to_string())?;
             leave_alone(daemon, pid, procfs::start_time(pid));
             return Ok(stat.merged_pages);
         }
@@ -271,7 +287,7 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, Strin
                 .into(),
         );
     }
-    enter::leave(&traces).map_err(|error| error.to_string())?;
+    leave(&traces).map_err(|error| error.to_string())?;
     leave_alone(daemon, traces.pid, Some(traces.started));
     daemon.live.forget(|client| client.shared.pid == pid);
     Ok(count)
