@@ -6,7 +6,8 @@
 //! Lock order: `domains`, then `connected`, then `past`.
 
 use crate::clients::connection::Connection;
-use crate::clients::merge_client::{MergeClient, SharedClient};
+use crate::clients::merge_client::MergeClient;
+use crate::clients::shared_client::SharedClient;
 use crate::config::Config;
 use crate::domain_key::{DOMAIN_IDLE, DomainKey};
 use crate::memory_limits;

@@ -8,7 +8,7 @@
 
 use crate::clients::domains::LiveClients;
 use crate::clients::look::Look;
-use crate::clients::merge_client::SharedClient;
+use crate::clients::shared_client::SharedClient;
 use crate::clients::unmanaged;
 use crate::status::UnmanagedMemory;
 use pagefold_merge::{ClientId, Domain, Managed};

@@ -6,32 +6,31 @@
 //! fingerprinted. A client that does not answer in time, or answers what
 //! cannot be, is gone.
 
-use crate::clients::agent_time::note_cpu_ns;
+use crate::clients::agent_requests::AgentRequests;
 use crate::clients::attached::{Attached, NotStopped};
 use crate::clients::connection::{Connection, drop_aside};
 use crate::clients::handshake::{GreetError, receive_ready};
+use crate::clients::held_segments::HeldSegments;
 use crate::clients::leftover::State;
-use crate::clients::look::Look;
 use crate::clients::pinning;
+use crate::clients::shared_client::SharedClient;
 use crate::config::Leftover;
 use crate::domain_key::DomainKey;
-use crate::waits::PastCounts;
 use pagefold_entry::memory::Memory;
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, PoolMapping, RemapPiece, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
-use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, ranges, sched, sock};
+use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, ranges, sock};
 use pagefold_pool::Pool;
-use pagefold_protocol::channel::{AgentCounters, Channel};
+use pagefold_protocol::channel::Channel;
 use pagefold_protocol::handshake::send_welcome;
 use pagefold_protocol::message::{
-    self, EarlierSegment, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_HELD,
-    SEGMENTS_PER_REQUEST,
+    self, EarlierSegment, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_PER_REQUEST,
 };
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::CString;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -45,12 +44,6 @@ const ANSWER_MS_MAX: u64 = 5_000;
 pub(crate) const REGIONS_MAX: usize = 1 << 16;
 /// Highest address that user memory has.
 const ADDRESS_MAX: u64 = 1 << 57;
-/// No segment, in the list of those that the agent holds.
-const NONE: u32 = u32::MAX;
-/// Inode, in that list, of a segment that the agent may not have got: no file's.
-const UNSURE: u64 = 0;
-/// Number of released segments of a pool that was not asked yet.
-const UNASKED: u64 = u64::MAX;
 /// After so many pages the threads of an attached program go on: stops are about 5 ms long then.
 const STOP_PAGES: u64 = 2048;
 /// Pages that one request unshares at most. The program waits for them; an attached one stands still meanwhile.
@@ -64,74 +57,16 @@ const TAKE_BACK_MAX: usize = 1 << 16;
 /// Ranges that one pagemap scan returns at most.
 const SCANNED_MAX: usize = 4096;
 
-/// What the daemon reads of a client while a worker holds it.
-#[derive(Debug)]
-pub struct SharedClient {
-    /// Process id.
-    pub pid: i32,
-    /// User id.
-    pub uid: u32,
-    /// Command name.
-    pub name: String,
-    /// All its large private memory is managed, not only what it marks.
-    pub manages_all: bool,
-    /// It ran before it became a client.
-    pub(crate) attached: Option<Arc<Attached>>,
-    pub(crate) past_counts: Mutex<PastCounts>,
-    /// What /proc told of its memory.
-    pub(crate) look: Mutex<Look>,
-    /// What became of its leftover.
-    pub(crate) leftover: Mutex<State>,
-    channel: Channel,
-    /// The most that was known of its agent's processor time.
-    cpu_ns: AtomicU64,
-}
-
-impl SharedClient {
-    /// Of a process that has no link.
-    #[cfg(test)]
-    pub(crate) fn of(pid: i32) -> SharedClient {
-        let channel = Channel::create(c"channel").expect("memory");
-        SharedClient {
-            pid,
-            uid: 0,
-            name: "test".into(),
-            manages_all: true,
-            attached: None,
-            past_counts: Mutex::default(),
-            look: Mutex::default(),
-            leftover: Mutex::default(),
-            channel,
-            cpu_ns: AtomicU64::new(0),
-        }
-    }
-
-    /// Processor time of the agent.
-    pub fn cpu_ns(&self) -> u64 {
-        note_cpu_ns(&self.cpu_ns, self.pid, self.counters().cpu_ns.load(Ordering::Relaxed))
-    }
-
-    /// The agent's counters, as it keeps them; a hostile agent may keep nonsense.
-    pub fn counters(&self) -> &AgentCounters {
-        self.channel.counters()
-    }
-}
-
 /// A client process.
 pub struct MergeClient {
-    socket: Arc<Connection>,
+    requests: AgentRequests,
     pagemap: Fd,
     shared: Arc<SharedClient>,
-    sequence: u64,
-    /// Ids of the segments that the agent holds, by place, and the inodes of their files: an id may be another's later.
-    /// Mirrors the agent's own table.
-    held: Box<[(u32, u64); SEGMENTS_HELD]>,
+    held: HeldSegments,
     /// It may still have segments of earlier daemons without a number of ours.
     keeps_earlier: bool,
     /// Inodes of those that it has not.
     lacks_earlier: BTreeSet<u64>,
-    /// Segments that the pool had let go when it was last asked.
-    released: u64,
     scan: Vec<pagemap::ScannedRange>,
     /// Pages of the channel, from its first page for contents on, that are there.
     room: usize,
@@ -166,25 +101,18 @@ impl MergeClient {
         let name = pagefold_os::procfs::name(cred.pid).unwrap_or_else(|| "?".into());
         let attached = Attached::of_peer(&socket, cred.pid, hello)?.map(with_memory).transpose()?;
         Ok(MergeClient {
-            socket,
+            requests: AgentRequests::new(socket),
             pagemap,
-            shared: Arc::new(SharedClient {
-                pid: cred.pid,
-                uid: cred.uid,
+            shared: Arc::new(SharedClient::new(
+                (cred.pid, cred.uid),
                 name,
-                manages_all: hello.a & message::HELLO_ALL != 0,
-                attached: attached.as_ref().map(|(process, _)| process.clone()),
-                past_counts: Mutex::default(),
-                look: Mutex::default(),
-                leftover: Mutex::default(),
+                hello.a & message::HELLO_ALL != 0,
+                attached.as_ref().map(|(process, _)| process.clone()),
                 channel,
-                cpu_ns: AtomicU64::new(0),
-            }),
-            sequence: 0,
-            held: Box::new([(NONE, 0); SEGMENTS_HELD]),
+            )),
+            held: HeldSegments::new(),
             keeps_earlier: true,
             lacks_earlier: BTreeSet::new(),
-            released: 0,
             scan: vec![pagemap::ScannedRange::default(); SCANNED_MAX],
             room: 0,
             away: hello.a & message::HELLO_LENT != 0,
@@ -199,42 +127,7 @@ impl MergeClient {
         self.shared.clone()
     }
 
-    /// A request; a refusal is an empty answer, not the end.
-    fn ask(&mut self, op: Op, count: usize, a: u64, b: u64, fds: &[i32]) -> Result<usize, Gone> {
-        Ok(self.ask_for(op, count, a, b, fds)?.unwrap_or(0))
-    }
-
-    fn ask_for(
-        &mut self,
-        op: Op,
-        count: usize,
-        a: u64,
-        b: u64,
-        fds: &[i32],
-    ) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
-        self.request(op, count, a, b, fds)?;
-        let mut buffer = [0; size_of::<Packet>()];
-        let got = self.socket.receive_plain(&mut buffer).map_err(|_| Gone)?;
-        self.answer_of(op, &buffer[..got])
-    }
-
-    fn request(&mut self, op: Op, count: usize, a: u64, b: u64, fds: &[i32]) -> Result<(), Gone> {
-        self.sequence += 1;
-        let cpu = sched::cpu().map_or(0, |cpu| cpu + 1);
-        let request = Packet { sequence: self.sequence, count: count as u64, a, b, cpu, ..Packet::new(op) };
-        sock::send(&self.socket, request.bytes(), fds).map_err(|_| Gone)
-    }
-
-    /// What `bytes` say, if they answer the last request, an `op`.
-    fn answer_of(&self, op: Op, bytes: &[u8]) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
-        let answer = Packet::parse(bytes).ok_or(Gone)?;
-        if answer.op != op as u32 || answer.sequence != self.sequence || answer.count > LIST_MAX as u64 {
-            return Err(Gone);
-        }
-        Ok(if answer.status == 0 { Ok(answer.count as usize) } else { Err(pagefold_os::Errno(answer.status)) })
-    }
-
-    /// As [`ask_for`](Self::ask_for), a request that replaces mappings. No call of an attached program is followed, so its
+    /// A request that replaces mappings. No call of an attached program is followed, so its
     /// threads stand still meanwhile; `EBUSY` if that is not to be had now.
     fn ask_while_stopped(
         &mut self,
@@ -243,8 +136,9 @@ impl MergeClient {
         a: u64,
         fds: &[i32],
     ) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
-        let Some((process, _)) = &self.attached else { return self.ask_for(op, count, a, 0, fds) };
-        match process.clone().while_stopped(|| self.ask_for(op, count, a, 0, fds)) {
+        let requests = &mut self.requests;
+        let Some((process, _)) = &self.attached else { return requests.ask_for(op, count, a, 0, fds) };
+        match process.while_stopped(|| requests.ask_for(op, count, a, 0, fds)) {
             Ok(answer) => answer,
             Err(NotStopped::Ended) => Err(Gone),
             Err(NotStopped::Busy) => Ok(Err(pagefold_os::Errno(libc::EBUSY))),
@@ -260,13 +154,86 @@ impl MergeClient {
         }
     }
 
-    /// Brings segment `id` again with the next request for it: the agent may not have it. If it has, it is told to forget it
-    /// all the same.
-    fn doubt(&mut self, id: u32) {
-        let held = &mut self.held[id as usize % SEGMENTS_HELD];
-        if held.0 == id {
-            held.1 = UNSURE;
+    /// The first of `pieces` that one request can ask for: as many as bring few enough new segments. Freezes stay whole
+    /// unless one alone needs more. It has no piece if the pool has no longer the segment of the first one.
+    fn next_batch(&self, pool: &Pool, pieces: &[RemapPiece]) -> Batch {
+        let mut batch = Batch::default();
+        let mut places = HashMap::new();
+        let mut pages = 0;
+        for piece in pieces {
+            let begins_freeze = batch.pieces == 0 || piece.freeze != pieces[batch.pieces - 1].freeze;
+            if self.attached.is_some() && begins_freeze && pages >= STOP_PAGES {
+                break;
+            }
+            pages += piece.range.pages();
+            if let Some(slot) = piece.slot {
+                let id = slot.segment();
+                // Two segments of one place cannot serve one request.
+                if *places.entry(HeldSegments::place(id)).or_insert(id) != id {
+                    break;
+                }
+                // The caller holds a slot of it, so it stays the same segment until the request is answered.
+                let Some(inode) = pool.segment_inode(id) else { break };
+                if !self.held.has(id, inode) && batch.new_segments.iter().all(|new| (new.id, new.inode) != (id, inode))
+                {
+                    if batch.new_segments.len() == SEGMENTS_PER_REQUEST {
+                        break;
+                    }
+                    let Some(file) = pool.segment_fd(id) else { break };
+                    batch.new_segments.push(NewSegment { id, inode, file });
+                }
+            }
+            batch.pieces += 1;
         }
+        batch
+    }
+
+    /// Has the agent show `pieces`, which need `new_segments`.
+    fn remap_batch(
+        &mut self,
+        pieces: &[RemapPiece],
+        new_segments: &[NewSegment],
+        out: &mut Vec<Outcome>,
+    ) -> Result<(), Gone> {
+        for (index, piece) in pieces.iter().enumerate() {
+            let (segment, slot) = piece.slot.map_or((PIECE_ZERO, 0), |slot| (slot.segment(), slot.index()));
+            self.shared.channel.put_request(
+                index,
+                message::RemapPiece {
+                    addr: piece.range.start,
+                    pages: piece.range.pages() as u32,
+                    segment,
+                    slot,
+                    freeze: piece.freeze,
+                    follows: piece.follows.into(),
+                },
+            );
+        }
+        for (index, new) in new_segments.iter().enumerate() {
+            self.shared.channel.put_request(LIST_MAX - 1 - index, new.id);
+            self.held.note(new.id, new.inode);
+        }
+        let fds: Vec<i32> = new_segments.iter().map(|new| new.file.raw()).collect();
+        let answer = self.ask_while_stopped(Op::Remap, pieces.len(), new_segments.len() as u64, &fds)?;
+        if answer.is_err() {
+            new_segments.iter().for_each(|new| self.held.doubt(new.id));
+        }
+        let count = answer.unwrap_or(0);
+        for (index, piece) in pieces.iter().enumerate() {
+            let outcome = if index < count { self.shared.channel.answer(index) } else { message::Outcome::default() };
+            let pages = piece.range.pages() as u32;
+            if outcome.merged > pages {
+                return Err(Gone);
+            }
+            let why =
+                if outcome.merged == pages { RefusalReason::Done } else { RefusalReason::from_number(outcome.reason) };
+            if let Some(slot) = piece.slot.filter(|_| outcome.merged == 0 && why == RefusalReason::NotAnonymous) {
+                // As it says, too, when it has no such segment: no descriptor or no mapping was left for it.
+                self.held.doubt(slot.segment());
+            }
+            out.push(Outcome { merged: outcome.merged, why });
+        }
+        Ok(())
     }
 
     /// Has room for `pages` pages in the channel; false if there is none.
@@ -307,12 +274,9 @@ impl MergeClient {
         if !self.keeps_earlier || self.lacks_earlier.contains(&inode) {
             return None;
         }
-        self.request(Op::OpenEarlier, 0, inode, 0, &[]).ok()?;
-        let mut buffer = [0; size_of::<Packet>()];
-        let (got, mut fds) = sock::receive(&self.socket, &mut buffer, 0).ok()?;
-        let is_answer = matches!(self.answer_of(Op::OpenEarlier, &buffer[..got]), Ok(Ok(_)));
+        let (is_granted, mut fds) = self.requests.ask_for_files(Op::OpenEarlier, inode).ok()?;
         match fds.take(0) {
-            Some(file) if is_answer && fds.len() == 1 && memfd::is_one(&file) => Some(file),
+            Some(file) if is_granted && fds.len() == 1 && memfd::is_one(&file) => Some(file),
             other => {
                 self.lacks_earlier.insert(inode);
                 // What else a client sends may be slow to close.
@@ -327,7 +291,7 @@ impl MergeClient {
         let mut all: Vec<RegionEntry> = Vec::new();
         let mut from = 0;
         loop {
-            let Ok(count) = self.ask_for(Op::Regions, 0, u64::from(pool), from, &[])? else { return Ok(None) };
+            let Ok(count) = self.requests.ask_for(Op::Regions, 0, u64::from(pool), from, &[])? else { return Ok(None) };
             for index in 0..count {
                 let entry: RegionEntry = self.shared.channel.answer(index);
                 let aligned = entry.start.is_multiple_of(PAGE) && entry.end.is_multiple_of(PAGE);
@@ -358,7 +322,7 @@ impl MergeClient {
         self.handed.0 = 0;
         if self.before_asking().is_none() {
             self.handed.1 = generation;
-            if self.ask_for(Op::Leftover, 0, 2, 0, &[])? == Ok(1) {
+            if self.requests.ask_for(Op::Leftover, 0, 2, 0, &[])? == Ok(1) {
                 *lock(&self.shared.leftover) = State::FilesHanded;
             }
         }
@@ -369,6 +333,22 @@ impl MergeClient {
     fn before_asking(&self) -> Option<State> {
         State::before_asking(self.policy.0, &self.policy.1)
     }
+}
+
+/// What one request can ask for.
+#[derive(Default)]
+struct Batch {
+    /// How many of the pieces that are left.
+    pieces: usize,
+    /// What the agent needs for them and does not hold.
+    new_segments: Vec<NewSegment>,
+}
+
+/// A segment that the agent does not hold.
+struct NewSegment {
+    id: u32,
+    inode: u64,
+    file: Arc<Fd>,
 }
 
 /// An attached process with its memory: opened by a number, which is the process's if it lives still.
@@ -417,10 +397,10 @@ impl Client for MergeClient {
             for (index, (inode, id)) in names.iter().enumerate() {
                 self.shared.channel.put_request(index, EarlierSegment { inode: *inode, id: u64::from(*id) });
             }
-            let count = self.ask(Op::NameEarlier, names.len(), u64::from(is_last), 0, &[])?.min(names.len());
+            let count = self.requests.ask(Op::NameEarlier, names.len(), u64::from(is_last), 0)?.min(names.len());
             for (index, (inode, id)) in names[..count].iter().enumerate() {
                 if self.shared.channel.answer::<u64>(index) == 1 {
-                    self.held[*id as usize % SEGMENTS_HELD] = (*id, *inode);
+                    self.held.note(*id, *inode);
                 }
             }
             if is_last {
@@ -429,8 +409,7 @@ impl Client for MergeClient {
         }
         self.keeps_earlier = false;
         self.lacks_earlier = BTreeSet::new();
-        // The pool may have let one go since: it is asked again.
-        self.released = UNASKED;
+        self.held.ask_again();
         Ok(())
     }
 
@@ -438,7 +417,7 @@ impl Client for MergeClient {
         for batch in ranges.chunks(LIST_MAX / 2) {
             batch.iter().enumerate().for_each(|(index, range)| self.shared.channel.put_request(index, *range));
             // A range that cannot be watched is never reported as written: it is simply not merged.
-            self.ask(Op::Watch, batch.len(), 0, 0, &[])?;
+            self.requests.ask(Op::Watch, batch.len(), 0, 0)?;
         }
         Ok(())
     }
@@ -516,7 +495,7 @@ impl Client for MergeClient {
             return Ok(());
         }
         runs.iter().enumerate().for_each(|(index, range)| self.shared.channel.put_request(index, *range));
-        let count = self.ask(Op::Fetch, runs.len(), 0, 0, &[])?;
+        let count = self.requests.ask(Op::Fetch, runs.len(), 0, 0)?;
         let mut at = 0;
         for (index, range) in runs.iter().enumerate() {
             let wanted = range.pages() as usize;
@@ -532,87 +511,16 @@ impl Client for MergeClient {
     }
 
     fn remap(&mut self, pool: &Pool, pieces: &[RemapPiece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
-        let mut at = 0;
-        while at < pieces.len() {
-            // As many pieces as bring few enough new segments; freezes stay whole unless one alone needs more.
-            let mut fds: Vec<Arc<Fd>> = Vec::new();
-            let mut ids: Vec<(u32, u64)> = Vec::new();
-            let mut places = std::collections::HashMap::new();
-            let (mut end, mut pages) = (at, 0);
-            while end < pieces.len() {
-                let begins_freeze = end == 0 || pieces[end].freeze != pieces[end - 1].freeze;
-                if self.attached.is_some() && begins_freeze && pages >= STOP_PAGES {
-                    break;
-                }
-                pages += pieces[end].range.pages();
-                if let Some(slot) = pieces[end].slot {
-                    let id = slot.segment();
-                    let place = id as usize % SEGMENTS_HELD;
-                    // Two segments of one place cannot serve one request.
-                    if *places.entry(place).or_insert(id) != id {
-                        break;
-                    }
-                    // The caller holds a slot of it, so it stays the same segment until this call returns.
-                    let Some(inode) = pool.segment_inode(id) else { break };
-                    if self.held[place] != (id, inode) && !ids.contains(&(id, inode)) {
-                        if ids.len() == SEGMENTS_PER_REQUEST {
-                            break;
-                        }
-                        let Some(fd) = pool.segment_fd(id) else { break };
-                        fds.push(fd);
-                        ids.push((id, inode));
-                    }
-                }
-                end += 1;
-            }
-            if end == at {
+        let mut rest = pieces;
+        while !rest.is_empty() {
+            let batch = self.next_batch(pool, rest);
+            let pieces;
+            (pieces, rest) = rest.split_at(batch.pieces.max(1));
+            if batch.pieces == 0 {
                 out.push(Outcome { merged: 0, why: RefusalReason::NotAnonymous });
-                at += 1;
-                continue;
+            } else {
+                self.remap_batch(pieces, &batch.new_segments, out)?;
             }
-            for (index, piece) in pieces[at..end].iter().enumerate() {
-                let (segment, slot) = piece.slot.map_or((PIECE_ZERO, 0), |slot| (slot.segment(), slot.index()));
-                self.shared.channel.put_request(
-                    index,
-                    message::RemapPiece {
-                        addr: piece.range.start,
-                        pages: piece.range.pages() as u32,
-                        segment,
-                        slot,
-                        freeze: piece.freeze,
-                        follows: piece.follows.into(),
-                    },
-                );
-            }
-            for (index, (id, inode)) in ids.iter().enumerate() {
-                self.shared.channel.put_request(LIST_MAX - 1 - index, *id);
-                self.held[*id as usize % SEGMENTS_HELD] = (*id, *inode);
-            }
-            let raw: Vec<i32> = fds.iter().map(|fd| fd.raw()).collect();
-            let answer = self.ask_while_stopped(Op::Remap, end - at, ids.len() as u64, &raw)?;
-            if answer.is_err() {
-                ids.iter().for_each(|(id, _)| self.doubt(*id));
-            }
-            let count = answer.unwrap_or(0);
-            for (index, piece) in pieces[at..end].iter().enumerate() {
-                let outcome =
-                    if index < count { self.shared.channel.answer(index) } else { message::Outcome::default() };
-                let pages = piece.range.pages() as u32;
-                if outcome.merged > pages {
-                    return Err(Gone);
-                }
-                let why = if outcome.merged == pages {
-                    RefusalReason::Done
-                } else {
-                    RefusalReason::from_number(outcome.reason)
-                };
-                if let Some(slot) = piece.slot.filter(|_| outcome.merged == 0 && why == RefusalReason::NotAnonymous) {
-                    // As it says, too, when it has no such segment: no descriptor or no mapping was left for it.
-                    self.doubt(slot.segment());
-                }
-                out.push(Outcome { merged: outcome.merged, why });
-            }
-            at = end;
         }
         Ok(())
     }
@@ -637,28 +545,16 @@ impl Client for MergeClient {
     }
 
     fn forget(&mut self, pool: &Pool) -> Result<(), Gone> {
-        // Before the look: what is let go meanwhile is found in the next period.
-        let released = pool.stats().segments_released;
-        if std::mem::replace(&mut self.released, released) == released {
-            return Ok(());
-        }
-        let mut gone = 0;
-        for place in 0..SEGMENTS_HELD {
-            let (id, inode) = self.held[place];
-            if id != NONE && pool.segment_inode(id) != Some(inode) {
-                self.held[place] = (NONE, 0);
-                self.shared.channel.put_request(gone, id);
-                gone += 1;
-            }
-        }
-        if gone > 0 {
-            self.ask(Op::CloseSegments, gone, 0, 0, &[])?;
+        let released = self.held.take_released(pool);
+        released.iter().enumerate().for_each(|(index, id)| self.shared.channel.put_request(index, *id));
+        if !released.is_empty() {
+            self.requests.ask(Op::CloseSegments, released.len(), 0, 0)?;
         }
         Ok(())
     }
 
     fn lend_memory(&mut self, lent: bool) -> Result<bool, Gone> {
-        Ok(self.ask_for(Op::Lend, 0, u64::from(lent), 0, &[])?.is_ok())
+        Ok(self.requests.ask_for(Op::Lend, 0, u64::from(lent), 0, &[])?.is_ok())
     }
 
     fn is_lent(&self) -> bool {
@@ -683,7 +579,7 @@ impl Client for MergeClient {
             Some(state) => state,
             None => {
                 self.handed = (0, generation);
-                self.ask_for(Op::Leftover, 0, 1, 0, &[])?.map_or_else(State::Refused, |_| State::Handed)
+                self.requests.ask_for(Op::Leftover, 0, 1, 0, &[])?.map_or_else(State::Refused, |_| State::Handed)
             }
         };
         *lock(&self.shared.leftover) = state;
@@ -696,7 +592,7 @@ impl Client for MergeClient {
         for _ in 0..TAKE_BACK_MAX {
             let began = Instant::now();
             // What the kernel has no memory for stays KSM's, and `status` goes on to count it.
-            if self.ask(Op::Leftover, 0, 0, 0, &[])? == 0 {
+            if self.requests.ask(Op::Leftover, 0, 0, 0)? == 0 {
                 break;
             }
             // The program gets half of the time.
@@ -719,8 +615,7 @@ impl Client for MergeClient {
 
 impl Drop for MergeClient {
     fn drop(&mut self) {
-        // Wakes the threads that wait for the other end.
-        self.socket.shut();
+        self.requests.shut();
     }
 }
 
@@ -744,163 +639,4 @@ fn batches(mut ranges: &[Range], pages_max: u64) -> impl Iterator<Item = &[Range
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::clients::connection::tests::does_not_wait_for_files_that_are_slow_to_close;
-
-    #[test]
-    fn a_client_that_sends_files_that_are_slow_to_close_is_gone_without_a_wait() {
-        let packet = Packet { sequence: 1, ..Packet::new(Op::Regions) };
-        does_not_wait_for_files_that_are_slow_to_close(packet.bytes(), |peer| {
-            assert_eq!(link(peer).regions(), Err(Gone));
-        });
-    }
-
-    /// A client behind `peer`.
-    fn link(peer: Connection) -> MergeClient {
-        MergeClient {
-            socket: Arc::new(peer),
-            pagemap: Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).expect("our own"),
-            shared: Arc::new(SharedClient::of(0)),
-            sequence: 0,
-            held: Box::new([(NONE, 0); SEGMENTS_HELD]),
-            keeps_earlier: true,
-            lacks_earlier: BTreeSet::new(),
-            released: 0,
-            scan: Vec::new(),
-            room: 0,
-            away: false,
-            attached: None,
-            policy: (Leftover::Private, (0, "test".into())),
-            handed: (0, 0),
-        }
-    }
-
-    /// What `ask` gets of a client. Its agent answers by `answer`: a packet and the descriptors that it carries.
-    fn answered<T>(
-        mut answer: impl FnMut(&Packet, &SharedClient) -> (Packet, Vec<i32>) + Send,
-        ask: impl FnOnce(&mut MergeClient) -> T,
-    ) -> T {
-        let (ours, theirs) = sock::pair().expect("a pair");
-        let mut client = link(ours.into());
-        let shared = client.shared.clone();
-        std::thread::scope(|scope| {
-            scope.spawn(move || {
-                let mut buffer = [0; size_of::<Packet>()];
-                while let Ok((got, _)) = sock::receive(&theirs, &mut buffer, 0)
-                    && let Some(request) = Packet::parse(&buffer[..got])
-                {
-                    let (answer, fds) = answer(&request, &shared);
-                    if sock::send(&theirs, answer.bytes(), &fds).is_err() {
-                        return;
-                    }
-                }
-            });
-            let got = ask(&mut client);
-            client.socket.shut();
-            got
-        })
-    }
-
-    /// What the daemon gets of a client that lists every second page, `count` in all; if it `repeats`, each list is the
-    /// first one.
-    fn listed(count: usize, repeats: bool) -> Result<Option<Vec<Range>>, Gone> {
-        let list = |request: &Packet, shared: &SharedClient| {
-            let first = if repeats { 0 } else { (request.b / PAGE).div_ceil(2) as usize };
-            let len = (count - first).min(LIST_MAX);
-            for index in 0..len {
-                let range = Range::pages_from(2 * (first + index) as u64 * PAGE, 1);
-                let entry = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
-                shared.channel.put_answer(index, entry);
-            }
-            (Packet { count: len as u64, ..*request }, Vec::new())
-        };
-        answered(list, |client| client.regions())
-    }
-
-    #[test]
-    fn only_memory_files_are_taken_for_earlier_segments() {
-        let segment = memfd::create(c"earlier", PAGE).expect("a file");
-        let null = Fd::open(c"/dev/null", libc::O_RDONLY, 0).expect("it is there");
-        let mut asked = 0;
-        let give = |request: &Packet, _: &SharedClient| {
-            asked += 1;
-            let fds = match request.a {
-                7 => vec![segment.raw()],
-                8 => vec![null.raw(), segment.raw()],
-                _ => Vec::new(),
-            };
-            (*request, fds)
-        };
-        answered(give, |client| {
-            let file = client.open_earlier(7).expect("a segment");
-            assert_eq!(memfd::len_and_inode(file.raw()), memfd::len_and_inode(segment.raw()));
-            for _ in 0..3 {
-                assert!(client.open_earlier(8).is_none() && client.open_earlier(9).is_none());
-            }
-            assert_eq!(client.name_earlier_segments(&[]), Ok(()));
-            assert!(!client.keeps_earlier_segments() && client.open_earlier(7).is_none());
-        });
-        assert_eq!(asked, 4, "it is not asked again for what it has not, and for nothing once all have numbers");
-    }
-
-    #[test]
-    fn a_segment_with_a_number_is_held_if_the_agent_says_so() {
-        let names: Vec<(u64, u32)> = (0..LIST_MAX as u32 + 2).map(|id| (u64::from(id) + 100, id)).collect();
-        let (mut lists, mut last) = (0, 0);
-        let take_even = |request: &Packet, shared: &SharedClient| {
-            (lists, last) = (lists + 1, request.a);
-            for index in 0..request.count as usize {
-                let EarlierSegment { inode, id } = shared.channel.request(index);
-                assert_eq!(inode, id + 100);
-                shared.channel.put_answer(index, u64::from(id % 2 == 0));
-            }
-            (*request, Vec::new())
-        };
-        let held = answered(take_even, |client| {
-            assert_eq!(client.name_earlier_segments(&names), Ok(()));
-            client.held.clone()
-        });
-        assert_eq!((lists, last), (2, 1), "the last list is known for it");
-        // The last of those that share a place is there.
-        let (place, id) = (0, LIST_MAX as u32);
-        assert_eq!((held[place], held[1]), ((id, u64::from(id) + 100), (NONE, 0)));
-        let refuse = |request: &Packet, _: &SharedClient| (Packet { status: libc::ENOSYS, ..*request }, Vec::new());
-        let held = answered(refuse, |client| client.name_earlier_segments(&names).map(|()| client.held.clone()));
-        assert!(held.is_ok_and(|held| held.iter().all(|held| *held == (NONE, 0))), "an agent of an earlier version");
-    }
-
-    #[test]
-    fn long_lists_of_regions_are_asked_for_to_their_end() {
-        for count in [0, 1, LIST_MAX - 1, LIST_MAX, LIST_MAX + 1, 3 * LIST_MAX + 7] {
-            let regions = listed(count, false).expect("it lives").expect("it can tell");
-            assert!(regions.iter().copied().eq((0..count).map(|index| Range::pages_from(2 * index as u64 * PAGE, 1))));
-        }
-    }
-
-    #[test]
-    fn a_client_whose_list_does_not_end_is_asked_a_limited_number_of_times() {
-        let regions = listed(REGIONS_MAX + 3 * LIST_MAX, false).expect("it lives").expect("it can tell");
-        assert_eq!(regions.len(), REGIONS_MAX);
-        assert_eq!(listed(2 * LIST_MAX, true), Err(Gone), "a list that begins again");
-    }
-
-    /// The program waits for a batch, so its size bounds the wait: whatever pieces there are, and none is lost.
-    #[test]
-    fn batches_of_unshared_pages_are_small() {
-        let range = |first: u64, pages: u64| Range::pages_from(first * PAGE, pages);
-        let large: Vec<Range> = (0..2000).map(|index| range(index * 128, 128)).collect();
-        let small: Vec<Range> = (0..3000).map(|index| range(index * 2, 1)).collect();
-        let mixed: Vec<Range> = (0..500).map(|index| range(index * 200, 1 + index * 7 % 128)).collect();
-        for ranges in [&large, &small, &mixed, &vec![range(0, 600), range(600, 1)], &Vec::new()] {
-            let all: Vec<&[Range]> = batches(ranges, UNSHARE_PAGES).collect();
-            assert_eq!(&all.concat(), ranges);
-            assert!(
-                all.iter().all(|batch| batch.len() == 1 || pages_of(batch) <= UNSHARE_PAGES && batch.len() <= LIST_MAX)
-            );
-            // And no smaller than they need be: each request costs a message.
-            assert!(all.windows(2).all(|two| pages_of(two[0]) + two[1][0].pages() > UNSHARE_PAGES));
-        }
-        assert_eq!(batches(&large, UNSHARE_PAGES).count(), 500);
-    }
-}
+mod tests;

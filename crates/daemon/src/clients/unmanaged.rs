@@ -3,7 +3,8 @@
 //! Which memory is managed, the agent has listed. The rest is what /proc/PID/smaps shows beside it. The reason follows the
 //! rules of the agent's list, as far as the kernel tells of a mapping what they ask.
 
-use crate::clients::merge_client::{REGIONS_MAX, SharedClient};
+use crate::clients::merge_client::REGIONS_MAX;
+use crate::clients::shared_client::SharedClient;
 use crate::status::{FILE_PAGES, UnmanagedMemory};
 use pagefold_merge::Managed;
 use pagefold_os::fd::Fd;

@@ -3,7 +3,7 @@
 use crate::domain_key::DomainKey;
 use crate::service::daemon::Daemon;
 
-use crate::clients::merge_client::SharedClient;
+use crate::clients::shared_client::SharedClient;
 use crate::cold;
 use crate::status::{Client, Leftover, Status, Totals};
 use pagefold_merge::Domain;
