@@ -5,29 +5,33 @@
 //! finds out about another client's page becomes a notice for that client.
 
 mod compact;
+mod index_entry;
 mod index_stage;
 mod inherit;
+mod ledger;
+mod member;
 mod remap;
 mod replicated_slots;
 mod slot_budget;
 mod unlisted_slots;
 mod watch_stage;
 
-use crate::client::{Client, Gone, PoolMapping};
+use index_entry::{ChunkRefs, IndexEntry};
+use member::{Member, Work};
+
+use crate::client::{Client, Gone};
 use crate::page::PageState;
-use crate::plan::PageRun;
 use crate::stats::{ClientStats, DomainCounters, DomainStats, add, why_word};
-use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Indexed, Table};
+use crate::table::{Chunk, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
-use pagefold_os::sync::{lock, read, write};
+use pagefold_os::sync::{at_once, lock, read, write};
 use pagefold_os::{PAGE_SIZE, Page, Range};
-use pagefold_pool::{Hold, Key, Pool, Room, SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::{Key, Pool, Room, SLOTS_PER_SEGMENT, Slot};
 use pagefold_protocol::message::RefusalReason;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, RwLock, TryLockError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, RwLock};
 
 /// Tells the clients of a domain apart; never reused.
 pub type ClientId = u32;
@@ -86,200 +90,11 @@ impl Default for Config {
     }
 }
 
-/// What an index entry stands for: a candidate page, a slot, or the slot that some worker is just making. Without that
-/// claim two workers could make one each: the one to which the index does not lead gets no sharers, and its memory stays
-/// until its segment goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum IndexEntry {
-    Candidate { chunk: u32, page: u32 },
-    Slot(Slot),
-    Claimed,
-}
-
 /// Periods that short runs wait at most for others that may lie beside them.
 const SHORT_WAIT_PERIODS: u64 = 3;
 
 /// Mappings that a run of slots between plain pages adds.
 const EDGES: i64 = 2;
-
-const SLOT_BIT: u64 = 1 << 39;
-/// No slot has such a number.
-const CLAIMED: u64 = SLOT_BIT | 1 << 38;
-
-impl IndexEntry {
-    fn value(self) -> u64 {
-        match self {
-            IndexEntry::Candidate { chunk, page } => u64::from(chunk) << 9 | u64::from(page),
-            IndexEntry::Slot(slot) => SLOT_BIT | u64::from(slot.number()),
-            IndexEntry::Claimed => CLAIMED,
-        }
-    }
-
-    fn from_value(value: u64) -> IndexEntry {
-        if value == CLAIMED {
-            IndexEntry::Claimed
-        } else if value & SLOT_BIT != 0 {
-            IndexEntry::Slot(Slot::from_number((value & !SLOT_BIT) as u32))
-        } else {
-            IndexEntry::Candidate { chunk: (value >> 9) as u32, page: (value & (CHUNK_PAGES as u64 - 1)) as u32 }
-        }
-    }
-}
-
-/// Where a chunk number leads.
-#[derive(Clone, Debug)]
-struct ChunkRef {
-    client: ClientId,
-    addr: u64,
-    indexed: Arc<Indexed>,
-}
-
-#[derive(Debug, Default)]
-struct ChunkRefs {
-    refs: Vec<Option<ChunkRef>>,
-    free: Vec<u32>,
-}
-
-impl ChunkRefs {
-    /// The client and address of the page that a candidate's entry stands for.
-    fn place(&self, entry: IndexEntry) -> Option<(ClientId, u64)> {
-        let IndexEntry::Candidate { chunk, page } = entry else { return None };
-        let to = self.refs.get(chunk as usize)?.as_ref()?;
-        Some((to.client, to.addr + u64::from(page) * PAGE_SIZE as u64))
-    }
-
-    /// A number for what is at `to`.
-    fn take(&mut self, to: ChunkRef) -> u32 {
-        if let Some(number) = self.free.pop() {
-            self.refs[number as usize] = Some(to);
-            return number;
-        }
-        self.refs.push(Some(to));
-        self.refs.len() as u32 - 1
-    }
-
-    /// The chunk of this number is gone.
-    fn give_back(&mut self, number: u32) {
-        self.refs[number as usize] = None;
-        self.free.push(number);
-    }
-
-    /// True if the page that a candidate's entry names is still what the entry says, as far as anybody knows.
-    fn is_indexed(&self, chunk: u32, page: u32) -> bool {
-        let to = self.refs.get(chunk as usize).and_then(Option::as_ref);
-        to.is_some_and(|to| to.indexed.get(page as usize))
-    }
-}
-
-/// A client in the domain.
-struct Member {
-    id: ClientId,
-    work: Mutex<Work>,
-    /// What others found out about its candidates: the slot that a page shall show; none where it is to be looked up again.
-    notices: Mutex<Vec<(u64, Option<Slot>)>>,
-    /// Mappings that this client's merged runs use, plus those its deferred runs will need. Other clients read it without a
-    /// lock to decide whether a shared slot pays off; it may be stale.
-    mappings_claimed: AtomicI64,
-    due_ns: AtomicU64,
-    /// The processor of its last step, plus one; 0 if unknown.
-    cpu: AtomicU64,
-    paused: AtomicBool,
-    /// The cold tier has its plain memory for a while.
-    lent: AtomicBool,
-    gone: AtomicBool,
-    /// It has pages that were not looked up yet.
-    indexing: AtomicBool,
-    stats: Mutex<ClientStats>,
-    managed: Mutex<Managed>,
-}
-
-impl Member {
-    /// Returns true if nothing is to be done for it now. The worker that holds its lock sees every pause that ended before.
-    fn is_at_rest(&self) -> bool {
-        self.paused.load(Ordering::Acquire) || self.lent.load(Ordering::Acquire)
-    }
-}
-
-/// What the worker that has the client in hand works on.
-struct Work {
-    client: Box<dyn Client>,
-    table: Table,
-    generation: Option<u64>,
-    period: u64,
-    next_period_ns: u64,
-    /// Mappings that merging added, estimated; set right whenever the real ones are listed.
-    mappings: i64,
-    /// Mappings of pool segments that are not this daemon's.
-    foreign: Vec<PoolMapping>,
-    /// Ranges that were healed before the table had them: they are protected already, so no look will tell of them.
-    healed_unknown: Vec<Range>,
-    /// Why they are not.
-    not_inherited: inherit::NotInherited,
-    /// Chunks of huge pages to be probed in this period, the first last.
-    probes: Vec<u64>,
-    /// Short runs that wait until all runs of this pass are known: the longest go first.
-    deferred: Vec<PageRun>,
-    /// Mappings that they will add, about.
-    deferred_mappings: i64,
-    /// Period in which the first of them came.
-    deferred_since: u64,
-    /// Segments, by number, with slots that were published for runs that wait: they are kept until these are merged.
-    held_segments: BTreeMap<u32, Hold>,
-    /// Merging rests until this period: the kernel refused a mapping.
-    rest_until: u64,
-    /// Period since which pages with a twin stayed private because there are no mappings left for them.
-    left_out_since: Option<u64>,
-    /// Broken pages are not healed before this period: the last time the budget of mappings did not allow all.
-    heal_from: u64,
-    /// What the last look found out: nothing, and nothing has been done since.
-    idle: Option<Idle>,
-    /// Selects the open segment for its slots: that of the worker on this client.
-    lane: usize,
-    /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
-    block: usize,
-    cow_breaks: u64,
-    refused: BTreeMap<RefusalReason, u64>,
-}
-
-/// A client in which the last scan changed nothing.
-#[derive(Clone, Copy, Debug)]
-struct Idle {
-    /// Its page faults before that scan.
-    faults: u64,
-    /// Scans that may still be skipped.
-    left: u32,
-}
-
-impl Work {
-    /// Lets short runs wait.
-    fn defer(&mut self, runs: Vec<PageRun>) {
-        if self.deferred.is_empty() {
-            self.deferred_since = self.period;
-        }
-        for run in runs {
-            // Neighbours have an edge in common.
-            let joins = self.deferred.last().is_some_and(|last| last.range.end == run.range.start);
-            self.deferred_mappings += if joins { 1 } else { EDGES };
-            self.deferred.push(run);
-        }
-    }
-
-    /// The short runs that waited.
-    fn take_deferred(&mut self) -> Vec<PageRun> {
-        self.deferred_mappings = 0;
-        std::mem::take(&mut self.deferred)
-    }
-
-    /// Notes that pages with a twin stay private because there are no mappings left for them.
-    fn leave_out(&mut self) {
-        self.left_out_since.get_or_insert(self.period);
-    }
-
-    /// True while merging rests because the kernel refused a mapping.
-    fn is_resting(&self) -> bool {
-        self.period < self.rest_until
-    }
-}
 
 /// The managed memory of a client, as the process listed it last.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -576,7 +391,7 @@ impl Domain {
         }
         read(&self.members)
             .values()
-            .filter(|member| !member.is_at_rest() && !matches!(member.work.try_lock(), Err(TryLockError::WouldBlock)))
+            .filter(|member| !member.is_at_rest() && at_once(member.work.try_lock()).is_some())
             .map(|member| member.due_ns.load(Ordering::Acquire))
             .min()
     }
@@ -821,85 +636,6 @@ impl Domain {
         member.map_or(PageState::Unknown, |member| lock(&member.work).table.state(addr))
     }
 
-    /// Every page that the ledger says is shared: (client, address, slot), for checks against the kernel's page tables.
-    pub fn ledger(&self) -> Vec<(ClientId, u64, Slot)> {
-        let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
-        let mut all = Vec::new();
-        for member in members {
-            all.extend(shared_from(&lock(&member.work), 0).map(|(addr, slot)| (member.id, addr, slot)));
-        }
-        all
-    }
-
-    /// The part of the [ledger](Self::ledger) of client `id` that begins at `from`, `most` pages at most: the whole takes 16
-    /// bytes a page. Empty at its end, and for a client that has gone.
-    pub fn ledger_part(&self, id: ClientId, from: u64, most: usize) -> Vec<(ClientId, u64, Slot)> {
-        let Some(member) = read(&self.members).get(&id).cloned() else { return Vec::new() };
-        let work = lock(&member.work);
-        shared_from(&work, from).take(most).map(|(addr, slot)| (id, addr, slot)).collect()
-    }
-
-    /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right. All work waits
-    /// meanwhile: pages that are being merged are in one book earlier than in the other. Other work does not wait for a
-    /// client that does not answer.
-    pub fn audit(&self) -> Vec<String> {
-        let mut busy = None;
-        for _ in 0..AUDIT_ROUNDS {
-            match self.audit_round(busy.take()) {
-                Ok(wrong) => return wrong,
-                Err(member) => busy = member,
-            }
-        }
-        vec!["not recounted: some client is in the hands of a worker all the time; try again".into()]
-    }
-
-    /// One try of an audit: waits for the worker on the client that was `busy` in the last try, and then a little for all
-    /// others. Returns a client that was busy to the end.
-    fn audit_round(&self, busy: Option<Arc<Member>>) -> Result<Vec<String>, Option<Arc<Member>>> {
-        // As long as the client likes, so with nothing else in hand.
-        let mut waited_for = busy.as_ref().map(|member| (member.id, lock(&member.work)));
-        self.auditing.fetch_add(1, Ordering::AcqRel);
-        let _at_rest = AtRest(self);
-        let mut in_hand = None;
-        for _ in 0..AUDIT_TRIES {
-            if let Some(_roster) = at_once(self.roster.try_write()) {
-                let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
-                let mut held: Vec<MutexGuard<'_, Work>> = Vec::with_capacity(members.len());
-                let is_held = |id| waited_for.as_ref().is_some_and(|(held, _)| *held == id);
-                let others = || members.iter().filter(|member| !is_held(member.id));
-                held.extend(others().map_while(|member| at_once(member.work.try_lock())));
-                in_hand = others().nth(held.len()).cloned();
-                if in_hand.is_none() {
-                    held.extend(waited_for.take().map(|(_, work)| work));
-                    return Ok(self.recount(&held));
-                }
-            } else {
-                // A client is being added or removed: it may be the one that this thread waited for.
-                waited_for = None;
-            }
-            std::thread::sleep(AUDIT_PAUSE);
-        }
-        Err(in_hand)
-    }
-
-    /// What disagrees, with all members' work in hand.
-    fn recount(&self, held: &[MutexGuard<'_, Work>]) -> Vec<String> {
-        let mut sharers: BTreeMap<Slot, u32> = BTreeMap::new();
-        let shared = held.iter().flat_map(|work| shared_from(work, 0));
-        shared.for_each(|(_, slot)| *sharers.entry(slot).or_default() += 1);
-        let mut wrong: Vec<String> = sharers
-            .iter()
-            .filter(|(slot, count)| self.pool.sharers(**slot) != **count)
-            .map(|(slot, count)| format!("{slot:?}: {count} in ledgers, {} in the pool", self.pool.sharers(*slot)))
-            .collect();
-        let (in_ledgers, in_pool) =
-            (sharers.values().map(|n| u64::from(*n)).sum::<u64>(), self.pool.stats().pages_sharing);
-        if in_ledgers != in_pool {
-            wrong.push(format!("{in_ledgers} sharers in ledgers, {in_pool} in the pool"));
-        }
-        wrong
-    }
-
     fn refuse(work: &mut Work, why: RefusalReason) {
         *work.refused.entry(why).or_default() += 1;
     }
@@ -916,42 +652,5 @@ fn not_merged(work: &Work) -> BTreeMap<String, u64> {
     refused.chain(inherited).collect()
 }
 
-/// Each page from `from` on that the ledger says is shared, and its slot.
-fn shared_from(work: &Work, from: u64) -> impl Iterator<Item = (u64, Slot)> + '_ {
-    let chunks = work.table.chunks();
-    let first = chunks.partition_point(|chunk| chunk.addr + CHUNK_LEN <= from);
-    let shared = |chunk: &'_ Chunk, index| match chunk.state(index) {
-        PageState::Shared(slot) => Some((chunk.page_addr(index), slot)),
-        _ => None,
-    };
-    let chunks = chunks[first..].iter().filter(|chunk| chunk.counts.shared > 0);
-    let pages = chunks.flat_map(move |chunk| chunk.pages().filter_map(move |index| shared(chunk, index)));
-    pages.skip_while(move |(addr, _)| *addr < from)
-}
-
-/// While it lives no step begins.
-struct AtRest<'a>(&'a Domain);
-
-impl Drop for AtRest<'_> {
-    fn drop(&mut self) {
-        self.0.auditing.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-/// Rounds of an audit, each of which waits for one client.
-const AUDIT_ROUNDS: usize = 20;
-/// Looks of a round whether no client is in hand any more, and the pause between them: no step begins for a second at most.
-const AUDIT_TRIES: usize = 1000;
-const AUDIT_PAUSE: Duration = Duration::from_millis(1);
-
 /// Bytes of kernel structures per mapping: vm_area_struct, its place in the tree, its link to anonymous memory.
 const MAPPING_BYTES: u64 = 245;
-
-/// What could be had without waiting.
-fn at_once<T>(tried: Result<T, TryLockError<T>>) -> Option<T> {
-    match tried {
-        Ok(held) => Some(held),
-        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => None,
-    }
-}

@@ -9,8 +9,10 @@
 //! Segments of an earlier daemon that could not be [inherited](super::inherit) are emptied in the same way, a window of
 //! slots at a time: their sharers can then share with others again, and the books know them.
 
+use super::Domain;
+use super::index_entry::IndexEntry;
+use super::member::{Member, Work};
 use super::watch_stage::within;
-use super::{Domain, IndexEntry, Member, Work};
 use crate::client::{Gone, PoolMapping};
 use pagefold_os::sync::{lock, read};
 use pagefold_os::{PAGE_SIZE, Page, Range};

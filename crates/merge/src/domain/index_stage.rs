@@ -6,7 +6,9 @@
 //! fingerprinted and looked up; a hit on another candidate makes a slot for
 //! both, in the order in which neighbours match, so that runs stay runs.
 
-use super::{Domain, IndexEntry, Work, remap};
+use super::index_entry::IndexEntry;
+use super::member::Work;
+use super::{Domain, remap};
 use crate::client::{FETCH_PAGES_MAX, Gone};
 use crate::page::PageState;
 use crate::plan::{self, PageRun, TargetSlot};

@@ -7,8 +7,9 @@
 //!
 //! [`Pool::inherit`]: pagefold_pool::Pool::inherit
 
+use super::Domain;
+use super::member::Work;
 use super::watch_stage::clip;
-use super::{Domain, Work};
 use crate::client::{Gone, PoolMapping};
 use crate::page::PageState;
 use pagefold_os::page::is_zero;

@@ -1,6 +1,7 @@
 //! The remap stage, as the domain sees it: runs go out, outcomes come back, the ledger is settled.
 
-use super::{Domain, Member, Work};
+use super::Domain;
+use super::member::{Member, Work};
 use crate::client::{Gone, Outcome, PIECES_MAX, RemapPiece};
 use crate::page::{BACKOFF_MAX, PageState};
 use crate::plan::{self, PageRun, TargetSlot};

@@ -4,7 +4,9 @@
 //! run of equal slots ([`copies`](crate::Config::copies)) is one mapping for as many neighbours. Which of the slots a page
 //! shows is a matter of its address: so runs join, whenever they were found.
 
-use super::{Domain, IndexEntry, Work, read, write};
+use super::index_entry::IndexEntry;
+use super::member::Work;
+use super::{Domain, read, write};
 use crate::plan::TargetSlot;
 use pagefold_os::PAGE_SIZE;
 use pagefold_pool::Slot;

@@ -5,7 +5,8 @@
 //! memory, and the pool would hold a copy of it. Pages that are left out are tried again like other pages without room.
 
 use super::index_stage::Twin;
-use super::{Domain, EDGES, Work, read, remap};
+use super::member::Work;
+use super::{Domain, EDGES, read, remap};
 use crate::ClientId;
 use crate::plan::{self, TargetSlot};
 use pagefold_os::{PAGE_SIZE, Range};

@@ -5,7 +5,8 @@
 //! It gets the entry when the segment of the first is retired or released. Without that, a new page with the content would
 //! find nothing, although a slot has it.
 
-use super::{Domain, IndexEntry};
+use super::Domain;
+use super::index_entry::IndexEntry;
 use pagefold_os::sync::lock;
 use pagefold_pool::{Fingerprint, Slot};
 use std::collections::HashMap;

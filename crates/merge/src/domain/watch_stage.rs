@@ -1,6 +1,8 @@
 //! The watch stage: one pass over a client per period.
 
-use super::{ChunkRef, Domain, Idle, IndexEntry, Managed, Member, Unmerged, Work};
+use super::index_entry::{ChunkRef, IndexEntry};
+use super::member::{Idle, Member, Work};
+use super::{Domain, Managed, Unmerged};
 use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping, Written};
 use crate::page::{PageState, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Indexed, Table};

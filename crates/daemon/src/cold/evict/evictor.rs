@@ -13,12 +13,12 @@ use crate::cold::client::ages::{EvictionState, PageAges, now};
 use crate::cold::group::Group;
 use crate::cold::idle::signals;
 use crate::memory_limits::{SHORT, TIGHT, Usage};
-use pagefold_os::sync::lock;
+use pagefold_os::sync::{at_once, lock};
 use pagefold_os::{PAGE_SIZE, Range, pagemap};
 use pagefold_tier::Effort;
 use pagefold_tier::policy::{Governor, Limits, Seen};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, TryLockError};
 use std::time::Instant;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -41,11 +41,9 @@ pub(crate) struct Step {
 /// One look at one client: silent pages are evicted at its governor's pace, and more of them if memory is short. A client
 /// that is being parked or unparked is skipped.
 pub(crate) fn step(group: &Group, client: &Arc<Client>) -> Step {
-    let mut held = match client.link.try_lock() {
-        Ok(held) => held,
-        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+    let Some(mut held) = at_once(client.link.try_lock()) else {
         // Parking and unparking may take minutes, in which others at their limits must not wait for memory.
-        Err(TryLockError::WouldBlock) => return Step { more: false, tight: true },
+        return Step { more: false, tight: true };
     };
     let Some(link) = held.as_mut().filter(|_| !group.is_closing()) else { return Step::default() };
     let stepped = try_step(group, client, link);
