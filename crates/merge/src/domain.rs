@@ -5,16 +5,21 @@
 //! finds out about another client's page becomes a notice for that client.
 
 mod compact;
+mod heal;
+mod huge_pages;
 mod index_entry;
 mod index_stage;
 mod inherit;
 mod ledger;
+mod listed_ranges;
 mod member;
 mod remap;
 mod replicated_slots;
 mod slot_budget;
+mod sweep;
 mod unlisted_slots;
 mod watch_stage;
+mod written_pages;
 
 use index_entry::{ChunkRefs, IndexEntry};
 use member::{Member, Work};

@@ -11,8 +11,8 @@
 
 use super::Domain;
 use super::index_entry::IndexEntry;
+use super::listed_ranges::within;
 use super::member::{Member, Work};
-use super::watch_stage::within;
 use crate::client::{Gone, PoolMapping};
 use pagefold_os::sync::{lock, read};
 use pagefold_os::{PAGE_SIZE, Page, Range};

@@ -8,8 +8,8 @@
 //! [`Pool::inherit`]: pagefold_pool::Pool::inherit
 
 use super::Domain;
+use super::listed_ranges::clip;
 use super::member::Work;
-use super::watch_stage::clip;
 use crate::client::{Gone, PoolMapping};
 use crate::page::PageState;
 use pagefold_os::page::is_zero;

@@ -6,6 +6,7 @@ use crate::plan::PageRun;
 use crate::stats::ClientStats;
 use crate::table::Table;
 use pagefold_os::Range;
+use pagefold_os::sync::lock;
 use pagefold_pool::{Hold, Slot};
 use pagefold_protocol::message::RefusalReason;
 use std::collections::BTreeMap;
@@ -38,6 +39,11 @@ impl Member {
     /// Returns true if nothing is to be done for it now. The worker that holds its lock sees every pause that ended before.
     pub(super) fn is_at_rest(&self) -> bool {
         self.paused.load(Ordering::Acquire) || self.lent.load(Ordering::Acquire)
+    }
+
+    /// The notices that have come.
+    pub(super) fn take_notices(&self) -> Vec<(u64, Option<Slot>)> {
+        std::mem::take(&mut *lock(&self.notices))
     }
 }
 

@@ -23,7 +23,7 @@ const REFUSED_PERIODS: u32 = 16;
 impl Domain {
     /// Merges what other clients' steps found about our candidates.
     pub(super) fn take_inbox(&self, member: &Member, work: &mut Work) -> Result<bool, Gone> {
-        let mut notices = self.notices(member);
+        let mut notices = member.take_notices();
         if notices.is_empty() {
             return Ok(false);
         }
