@@ -1,11 +1,17 @@
 //! Tests that need the inside of a store.
 
+use super::root::{ROOT_HEAD, init_root};
 use super::*;
 use crate::bucket::SLOTS;
 #[cfg(any(debug_assertions, pagefold_stress))]
 use crate::fault;
+use crate::hash::Hash;
 use crate::overflow_record::OverflowRecord;
-use crate::table::{EntryPosition, Homes, Spot};
+use crate::table::{EntryPosition, Homes, OFFSETS_END, Spot};
+use llds::arena::{Arena, Pages};
+use std::fs::File;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::PathBuf;
 
 /// A shared store of this test's own; its file is removed when the test ends, also if it fails.
 struct Shared {
