@@ -154,6 +154,15 @@ pub fn show_count(count: u64) -> String {
     text
 }
 
+/// A count in at most six letters.
+pub fn show_short(count: u64) -> String {
+    match count {
+        0..10_000 => show_count(count),
+        10_000..10_000_000 => format!("{}k", show_count(count / 1000)),
+        _ => format!("{}M", show_count(count / 1_000_000)),
+    }
+}
+
 /// Shows how many there are of what: `1 file`, `1,024 files`.
 pub fn show_counted(count: u64, one: &str, more: &str) -> String {
     format!("{} {}", show_count(count), if count == 1 { one } else { more })

@@ -2,61 +2,34 @@
 //!
 //! Made for 80 columns and 24 lines; smaller screens lose the graphs first, then the reasons, never the keys.
 
-use super::{MountPoint, Order, Pane, View, sum};
+mod graphs;
+mod keys;
+mod palette;
+mod reasons;
+mod tables;
+
+use graphs::draw_graphs;
+use keys::{draw_help, last_line};
+use palette::Palette;
+use reasons::reason_lines;
+use tables::{draw_clients, draw_cold, draw_disks, draw_images};
+
+use super::{Pane, View};
 use crate::output::shorten;
-use crate::units::{show_count, show_counted, show_duration, show_percent, show_size, show_size_signed};
-use crate::unmanaged_memory;
+use crate::units::{show_count, show_counted, show_percent, show_size, show_size_signed};
 use pagefold_daemon::cold::ColdDomain;
 use pagefold_daemon::history::Point;
 use pagefold_daemon::status::Host;
-use pagefold_daemon::waits::Waits;
 use ratatui::Frame;
-use ratatui::layout::{Alignment, Constraint, Layout, Rect};
-use ratatui::style::{Color, Modifier, Style};
+use ratatui::layout::{Constraint, Layout};
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Block, Borders, Cell, Clear, Paragraph, Row, Sparkline, Table, TableState};
-use std::collections::{BTreeMap, VecDeque};
-use std::time::Duration;
+use ratatui::widgets::Paragraph;
 
 const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
 /// Lines from which on graphs fit.
 const GRAPH_LINES_MIN: u16 = 18;
-/// Columns from which on zero pages and domains both fit into the table of clients.
-const ZERO_COLUMNS_MIN: u16 = 90;
 /// Lines from which on the reasons fit.
 const REASON_LINES_MIN: u16 = 14;
-
-/// Colours by meaning; without colour, by weight.
-#[derive(Clone, Copy)]
-struct Palette {
-    color: bool,
-}
-
-impl Palette {
-    fn of(self, color: Color, plain: Modifier) -> Style {
-        if self.color { Style::new().fg(color) } else { Style::new().add_modifier(plain) }
-    }
-
-    fn title(self) -> Style {
-        Style::new().add_modifier(Modifier::BOLD)
-    }
-
-    fn good(self) -> Style {
-        self.of(Color::Green, Modifier::BOLD)
-    }
-
-    fn warn(self) -> Style {
-        self.of(Color::Yellow, Modifier::BOLD)
-    }
-
-    fn dim(self) -> Style {
-        self.of(Color::DarkGray, Modifier::DIM)
-    }
-
-    fn graph(self) -> Style {
-        self.of(Color::Cyan, Modifier::empty())
-    }
-}
 
 /// Draws all of it.
 pub fn draw(frame: &mut Frame, view: &View) {
@@ -153,78 +126,6 @@ fn host_texts(host: &Host) -> Vec<String> {
     ]
 }
 
-/// A graph: its title, how its numbers are written, and its values, oldest first.
-struct Graph {
-    title: String,
-    show: fn(u64) -> String,
-    values: Vec<u64>,
-}
-
-impl Graph {
-    fn new<T>(title: String, show: fn(u64) -> String, points: &VecDeque<T>, of: impl Fn(&T) -> f64) -> Graph {
-        // A sparkline has whole numbers.
-        Graph { title, show, values: points.iter().map(|point| of(point).max(0.0).round() as u64).collect() }
-    }
-}
-
-/// Three graphs beside each other, the newest point at the right, each with the value that its full height stands for.
-fn draw_graphs(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
-    if area.height < 2 {
-        return;
-    }
-    let thirds: [Rect; 3] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(area);
-    for (area, Graph { title, show, values }) in thirds.into_iter().zip(graphs(view)) {
-        let area = Rect { width: area.width.saturating_sub(1), ..area };
-        let room = usize::from(area.width);
-        let mut data = vec![0; room.saturating_sub(values.len())];
-        data.extend(&values[values.len().saturating_sub(room)..]);
-        let most = data.iter().max().copied().unwrap_or_default();
-        let scale = format!("max {}", show(most));
-        let has_room = title.chars().count() + scale.chars().count() < room;
-        let mut block = Block::new().borders(Borders::TOP).border_style(palette.dim()).title(title);
-        if has_room && most > 0 {
-            block = block.title_top(Line::styled(scale, palette.dim()).right_aligned());
-        }
-        frame.render_widget(Sparkline::default().block(block).style(palette.graph()).data(data), area);
-    }
-}
-
-fn graphs(view: &View) -> [Graph; 3] {
-    let (now, points, mounts) = (view.now(), view.history(), view.mounts());
-    let held = mounts.back().copied().unwrap_or_default();
-    let rate = |name: &str, rate: f64| format!("{name} {}/s", show_short(rate.round() as u64));
-    let size = |name: &str, bytes: u64| format!("{name} {}", show_size(bytes));
-    let signed = |name: &str, bytes: f64| format!("{name} {}", show_size_signed(bytes as i64));
-    let cpu = || {
-        let show = |parts: u64| format!("{:.1} %", parts as f64 / 1e2);
-        Graph::new(format!("cpu {:.1} %", now.cpu * 1e2), show, points, |point| point.cpu * 1e4)
-    };
-    match view.pane {
-        Pane::Live => [
-            Graph::new(signed("saved", now.saved_bytes), show_size, points, |point| point.saved_bytes),
-            Graph::new(rate("merged", now.merged), show_short, points, |point| point.merged),
-            Graph::new(rate("breaks", now.cow_breaks), show_short, points, |point| point.cow_breaks),
-        ],
-        Pane::Cold => [
-            Graph::new(signed("cold", now.cold_bytes), show_size, points, |point| point.cold_bytes),
-            Graph::new(rate("faults", now.faults), show_short, points, |point| point.faults),
-            cpu(),
-        ],
-        Pane::Disks => [
-            Graph::new(size("saves", held.disk_saved_bytes), show_size, mounts, |at: &MountPoint| {
-                at.disk_saved_bytes as f64
-            }),
-            Graph::new(size("holds", held.disk_held_bytes), show_size, mounts, |at| at.disk_held_bytes as f64),
-            Graph::new(rate("misses", held.misses), show_short, mounts, |at| at.misses),
-        ],
-        Pane::Images => [
-            Graph::new(size("saves", held.image_saved_bytes), show_size, mounts, |at| at.image_saved_bytes as f64),
-            Graph::new(size("holds", held.image_held_bytes), show_size, mounts, |at| at.image_held_bytes as f64),
-            cpu(),
-        ],
-    }
-}
-
 /// One line for each other product that has something to tell.
 fn product_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     let sample = view.sample();
@@ -290,333 +191,17 @@ fn product_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
     lines
 }
 
-fn right(text: String) -> Cell<'static> {
-    Cell::from(Line::raw(text).alignment(Alignment::Right))
-}
-
-fn heading(names: &[&'static str], palette: Palette, underlined: Option<&str>) -> Row<'static> {
-    let cells = names.iter().map(|name| {
-        let (name, alignment) =
-            name.strip_prefix('>').map_or((*name, Alignment::Left), |name| (name, Alignment::Right));
-        let style =
-            if underlined == Some(name) { palette.title().add_modifier(Modifier::UNDERLINED) } else { palette.title() };
-        Cell::from(Line::styled(name, style).alignment(alignment))
-    });
-    Row::new(cells.collect::<Vec<_>>())
-}
-
-fn draw_clients(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
-    let clients = view.clients();
-    if clients.is_empty() {
-        let text = match &view.sample().status {
-            Some(_) if !view.filter.is_empty() => "No client fits the filter; Esc drops it",
-            Some(_) => "No clients. Start one: pagefold run -- CMD",
-            None => "",
-        };
-        frame.render_widget(Paragraph::new(text), area);
-        return;
-    }
-    // Domains take room only if there are several.
-    let domains = view.domains().len() > 1;
-    let mut names = vec![">pid", "name"];
-    let mut widths = vec![Constraint::Length(7), Constraint::Fill(1)];
-    if domains {
-        names.push("domain");
-        widths.push(Constraint::Max(12));
-    }
-    // On a narrow screen the name is worth more.
-    let zero = area.width >= ZERO_COLUMNS_MIN || !domains;
-    names.extend([">managed", ">shared"]);
-    names.extend(zero.then_some(">zero"));
-    names.extend([">volatile", ">breaks", ">cpu"]);
-    widths.extend(vec![Constraint::Length(8); if zero { 4 } else { 3 }]);
-    widths.extend([6, 8].map(Constraint::Length));
-    let rows = clients.iter().map(|client| {
-        let size = |pages: u64| right(show_size(pages * PAGE));
-        let paused = if client.stats.paused { "‖ " } else { "" };
-        let mut cells =
-            vec![right(client.pid.to_string()), Cell::from(format!("{paused}{}", shorten(&client.name, 24)))];
-        if domains {
-            cells.push(Cell::from(shorten(&client.domain, 12)));
-        }
-        cells.extend([size(client.stats.pages), size(client.stats.pages_sharing)]);
-        cells.extend(zero.then(|| size(client.stats.pages_zero)));
-        cells.extend([
-            size(client.stats.pages_volatile),
-            right(show_short(client.stats.cow_breaks)),
-            right(format!("{:.1} %", view.cpu_of(client.pid) * 1e2)),
-        ]);
-        Row::new(cells)
-    });
-    let rows: Vec<Row> = rows.collect();
-    let table = Table::new(rows, widths)
-        .header(heading(&names, palette, Some(view.sort.word(Pane::Live))))
-        .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
-    let mut state = TableState::new().with_selected(view.selected_row());
-    frame.render_stateful_widget(table, area, &mut state);
-}
-
-/// A count in at most six letters.
-fn show_short(count: u64) -> String {
-    match count {
-        0..10_000 => show_count(count),
-        10_000..10_000_000 => format!("{}k", show_count(count / 1000)),
-        _ => format!("{}M", show_count(count / 1_000_000)),
-    }
-}
-
-fn draw_disks(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
-    if view.sample().disks.is_empty() {
-        frame.render_widget(Paragraph::new("No disk images are mounted: pagefold disk --help"), area);
-        return;
-    }
-    // A mount, then its images, which stand a little to the right.
-    let lines = view.sample().disks.iter().flat_map(|disk| {
-        let images = disk.images.iter().map(|image| (format!("  {}", shorten(&image.name, 38)), image));
-        std::iter::once((shorten(&disk.name, 40), disk)).chain(images)
-    });
-    let rows = lines.map(|(name, disk)| {
-        Row::new(vec![
-            Cell::from(name),
-            right(show_size(disk.resident_bytes)),
-            right(show_size(disk.limit_bytes)),
-            right(show_size(disk.saved_bytes)),
-            right(show_size(disk.io_saved_bytes)),
-            right(show_size(disk.dirty_bytes)),
-            right(show_percent(disk.hits, disk.hits + disk.misses)),
-        ])
-    });
-    let widths = [Constraint::Fill(1)].into_iter().chain([9, 9, 9, 9, 9, 8].map(Constraint::Length));
-    let names = ["mount and images", ">holds", ">of", ">saves", ">I/O saved", ">dirty", ">hits"];
-    frame.render_widget(Table::new(rows, widths).header(heading(&names, palette, None)), area);
-}
-
-fn draw_images(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
-    if view.sample().images.is_empty() {
-        frame.render_widget(Paragraph::new("No image store is known here: pagefold image --help"), area);
-        return;
-    }
-    let rows = view.sample().images.iter().filter(|store| view.shows(&store.domain)).map(|store| {
-        Row::new(vec![
-            Cell::from(shorten(&store.name, 40)),
-            Cell::from(shorten(&store.domain, 12)),
-            right(show_count(store.mounts)),
-            right(show_size(store.resident_bytes)),
-            right(show_size(store.saved_bytes)),
-        ])
-    });
-    let widths = [Constraint::Fill(1)].into_iter().chain([12, 8, 10, 10].map(Constraint::Length));
-    let names = ["store", "domain", ">mounts", ">holds", ">saves"];
-    frame.render_widget(Table::new(rows, widths).header(heading(&names, palette, None)), area);
-}
-
-fn draw_cold(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
-    let Some(cold) = view.sample().cold() else {
-        frame.render_widget(Paragraph::new("No client of the cold tier. Start one: pagefold run --cold -- CMD"), area);
-        return;
-    };
-    let sums = Line::from(format!(
-        "tier  {} of {} in memory, {} on disk; {} pages evicted, {} returned",
-        show_size(sum(&cold.domains, |tier| tier.memory_bytes)),
-        show_size(sum(&cold.domains, |tier| tier.max_bytes)),
-        show_size(sum(&cold.domains, |tier| tier.disk_bytes)),
-        show_short(sum(&cold.clients, |client| client.pages_evicted)),
-        show_short(sum(&cold.clients, |client| client.pages_returned))
-    ));
-    let clients = view.cold_clients();
-    let chosen = view.selected_row().map_or(&clients[..], |row| &clients[row..=row]);
-    let each = chosen.iter().map(|client| (client.waits_recent, client.waits));
-    let waits = Line::styled(waits(each), palette.dim());
-    let [top, area] = Layout::vertical([Constraint::Length(2), Constraint::Min(0)]).areas(area);
-    frame.render_widget(Paragraph::new(vec![sums, waits]), top);
-    // There should be none lost: on a narrow screen the names are worth more.
-    let lost = area.width >= ZERO_COLUMNS_MIN || clients.iter().any(|client| client.pages_lost > 0);
-    let rows = clients.iter().map(|client| {
-        let mut cells = vec![
-            right(client.pid.to_string()),
-            Cell::from(format!("{}{}", shorten(&client.name, 24), client.state_suffix())),
-            Cell::from(shorten(&client.domain, 10)),
-            right(show_size(client.pages_out * PAGE)),
-            right(show_size(client.pages_returned * PAGE)),
-            right(show_short(client.refaults)),
-            right(show_duration(Duration::from_nanos(client.fault_ns))),
-        ];
-        cells.extend(lost.then(|| right(show_short(client.pages_lost))));
-        Row::new(cells)
-    });
-    let rows: Vec<Row> = rows.collect();
-    let mut widths = vec![Constraint::Length(7), Constraint::Fill(1), Constraint::Max(10)];
-    widths.extend([8, 8, 7, 8].map(Constraint::Length));
-    let mut names = vec![">pid", "name", "domain", ">out", ">back", ">faults", ">waited"];
-    if lost {
-        widths.push(Constraint::Length(6));
-        names.push(">lost");
-    }
-    let table = Table::new(rows, widths)
-        .header(heading(&names, palette, Some(view.sort.word(Pane::Cold))))
-        .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
-    let mut state = TableState::new().with_selected(view.selected_row());
-    frame.render_stateful_widget(table, area, &mut state);
-}
-
-/// Why pages were not merged, of the selected client or of all on show; and what of the selected client's memory is not
-/// managed, or the last process that could not be.
-fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
-    if view.pane != Pane::Live || view.sample().status.is_none() {
-        return Vec::new();
-    }
-    let clients = view.clients();
-    let chosen: Vec<_> = match view.selected_row() {
-        Some(row) => vec![clients[row]],
-        None => clients,
-    };
-    let mut pages_of: BTreeMap<&str, u64> = BTreeMap::new();
-    for client in &chosen {
-        let stats = &client.stats;
-        let refused = stats.not_merged.iter().map(|(reason, pages)| (reason.as_str(), *pages));
-        for (reason, pages) in refused.chain([("in huge pages left whole", stats.pages_huge)]) {
-            *pages_of.entry(reason).or_default() += pages;
-        }
-    }
-    let mut reasons: Vec<_> = pages_of.into_iter().filter(|(_, pages)| *pages > 0).collect();
-    reasons.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(b.0)));
-    let selected = match (view.selected_row(), chosen.first()) {
-        (Some(_), Some(client)) => format!("{} ", client.pid),
-        _ => String::new(),
-    };
-    let text = reasons.iter().map(|(reason, pages)| format!("{reason} {}", show_count(*pages)));
-    let text = text.collect::<Vec<_>>().join(", ");
-    let text = if text.is_empty() { "none".to_owned() } else { text };
-    let mut lines =
-        vec![Line::from(vec![Span::styled(format!("{selected}not merged: "), palette.title()), Span::raw(text)])];
-    let of_selected = view.selected_row().and(chosen.first()).map(|client| unmanaged_memory::reasons(client));
-    let unmanaged = view.sample().status.iter().flat_map(|status| &status.unmanaged_processes).last();
-    lines.push(match (of_selected.filter(|reasons| !reasons.is_empty()), unmanaged) {
-        (Some(reasons), _) => Line::styled(format!("{selected}not managed: {}", reasons.join("; ")), palette.warn()),
-        (None, Some(process)) => {
-            let name = format!("{} {}", process.pid, process.name);
-            Line::styled(format!("not managed: {}: {}", shorten(&name, 20), process.reason), palette.warn())
-        }
-        (None, None) => {
-            let each = chosen.iter().map(|client| (client.waits_recent, client.waits));
-            Line::styled(waits(each), palette.dim())
-        }
-    });
-    lines
-}
-
-/// How long the program waited that waited longest: half of its waits, 99 of 100 and all, in the last minutes and ever.
-fn waits(each: impl Iterator<Item = (Waits, Waits)>) -> String {
-    let none = (Waits::default(), Waits::default());
-    let (recent, all) = each.fold(none, |(recent, all), one| (recent.worst(one.0), all.worst(one.1)));
-    let show = |waits: Waits| {
-        let times = [waits.p50_us, waits.p99_us, waits.max_us];
-        match waits.count {
-            0 => "none".to_owned(),
-            _ => times.map(|us| show_duration(Duration::from_micros(us))).join("/"),
-        }
-    };
-    format!("5 min p50/p99/most wait {}; ever {}", show(recent), show(all))
-}
-
-/// A question, the filter that is typed, a message, or the keys.
-fn last_line(view: &View, palette: Palette, width: u16) -> Line<'static> {
-    if let Some(order) = view.question {
-        return Line::styled(question(view, order), palette.warn());
-    }
-    if view.typing {
-        let text = format!("filter: {}_  Enter keeps it, Esc drops it", shorten(&view.filter, 40));
-        return Line::styled(text, palette.title());
-    }
-    match &view.message {
-        Some(message) => Line::styled(shorten(message, usize::from(width)), palette.warn()),
-        None => key_line(view, palette, width),
-    }
-}
-
-fn question(view: &View, order: Order) -> String {
-    let (Order::Unmerge(pid) | Order::Park(pid) | Order::Unpark(pid)) = order;
-    let clients = view.clients();
-    let shared = clients.iter().find(|client| client.pid == pid).map_or(0, |client| client.stats.pages_sharing);
-    format!("unmerge {pid}? Its {} of shared pages become private: y, or any other key", show_size(shared * PAGE))
-}
-
-fn key_line(view: &View, palette: Palette, width: u16) -> Line<'static> {
-    let domain = view.domain.as_deref().map_or_else(|| "all domains".to_owned(), |name| shorten(name, 12));
-    let order = if view.reverse { "↑" } else { "" };
-    let filter = if view.filter.is_empty() { "filter".to_owned() } else { shorten(&view.filter, 12) };
-    let has_clients = matches!(view.pane, Pane::Live | Pane::Cold);
-    let sort = has_clients.then(|| format!("{}{order}", view.sort.word(view.pane)));
-    let still = if view.frozen { "go on" } else { "still" };
-    // The most wanted first: what finds no room stands in the help.
-    let keys = [
-        ("q", Some("quit".into())),
-        ("?", Some("help".into())),
-        ("Tab", Some(view.pane.word().into())),
-        ("s", sort),
-        ("d", Some(domain)),
-        ("/", has_clients.then_some(filter)),
-        ("p", has_clients.then(|| "park".into())),
-        ("u", has_clients.then(|| "unmerge".into())),
-        ("Space", Some(still.into())),
-    ];
-    let mut line = Line::default();
-    for (key, word) in keys {
-        let Some(word) = word else { continue };
-        let (gap, word) = (if line.spans.is_empty() { "" } else { "  " }, format!(" {word}"));
-        let more = Line::from(vec![gap.into(), Span::styled(key, palette.title()), Span::styled(word, palette.dim())]);
-        if line.width() + more.width() <= usize::from(width) {
-            line.extend(more.spans);
-        }
-    }
-    line
-}
-
-const HELP: &[(&str, &str)] = &[
-    ("q, Ctrl-C", "quit"),
-    ("1 2 3 4, Tab", "live memory, disks, images, cold tier"),
-    ("s, r", "next sort key, reverse"),
-    ("d", "next domain, then all"),
-    ("up, down, PgUp, PgDn", "select a client; shows why its pages do not merge"),
-    ("/", "show only clients whose name, domain or pid contains a word"),
-    ("p, u", "park the selected client or bring it back; unmerge it"),
-    ("Space", "freeze the display"),
-    ("Esc", "drop selection and filters; then quit"),
-    ("", ""),
-    ("managed", "client memory that pagefold scans"),
-    ("shared", "mapped from one copy in the pool"),
-    ("zero", "zero pages dropped"),
-    ("unshared", "unwritten for two scans, without an equal page"),
-    ("volatile", "written within the last two scans"),
-    ("cow_breaks", "merged pages that were written again"),
-    ("cpu", "of one processor, now: all of pagefold; the client's agent"),
-    ("graphs", "one column a sample; the full height stands for max"),
-    ("out, back", "pages in the cold tier, pages that returned from it"),
-    ("faults, waited", "faults on cold pages, and the time they took"),
-];
-
-fn draw_help(frame: &mut Frame, area: Rect, palette: Palette) {
-    let lines: Vec<Line> = HELP
-        .iter()
-        .map(|(key, text)| Line::from(vec![Span::styled(format!(" {key:21}"), palette.title()), Span::raw(*text)]))
-        .collect();
-    let width = area.width.min(74);
-    let height = area.height.min(lines.len() as u16 + 2);
-    let place = Rect { x: area.x + (area.width - width) / 2, y: area.y + (area.height - height) / 2, width, height };
-    frame.render_widget(Clear, place);
-    let block = Block::bordered().title(" keys and words; any key goes back ");
-    frame.render_widget(Paragraph::new(lines).block(block), place);
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::*;
     use super::*;
     use pagefold_daemon::cold::ColdStatus;
     use pagefold_daemon::status::{Status, Totals, UnmanagedMemory};
+    use pagefold_daemon::waits::Waits;
     use pagefold_merge::stats::{ClientStats, DomainStats};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
+    use ratatui::style::Color;
 
     fn rendered(view: &View, width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a test terminal");
