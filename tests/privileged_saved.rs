@@ -9,6 +9,8 @@ use std::process::Command;
 const PROGRAMS: usize = 3;
 /// Of the saved memory: how far two accounts may be apart, in per cent.
 const APART_MAX: i64 = 3;
+/// How often the accounts are compared anew, if they do not agree.
+const ATTEMPTS: usize = 4;
 
 /// The kernel's account of a process: its own pages, its part of shared ones, and its page tables.
 fn memory(pid: i32) -> i64 {
@@ -28,9 +30,8 @@ fn start(mut run: impl FnMut() -> Command, program: &std::path::Path) -> Vec<Ser
     (0..PROGRAMS).map(|_| Server::start_as("serve-large", run(), program)).collect()
 }
 
-#[test]
-fn saved_memory_is_what_the_kernel_counts() {
-    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+/// Compares the accounts; the words of the last comparison if they did not agree in time.
+fn compare(program: &std::path::Path) -> Result<(), String> {
     let empty = available();
     let plain = start(|| Command::new("env"), program);
     let plain_memory: i64 = plain.iter().map(|one| memory(one.pid())).sum();
@@ -41,8 +42,7 @@ fn saved_memory_is_what_the_kernel_counts() {
     let daemon = Daemon::start(&["--no-keeper"]);
     let programs = start(|| daemon.run(&[]), program);
     let mut said = String::new();
-    // Other processes of this machine come and go: they disturb the second account for a while.
-    let agree = comes(180, || {
+    let agree = comes(60, || {
         let used: i64 = programs.iter().map(Server::pid).chain([daemon.pid()]).map(memory).sum();
         let (by_processes, by_machine) = (plain_memory - used, plain_used - (empty - available()));
         let status = daemon.status();
@@ -54,6 +54,15 @@ fn saved_memory_is_what_the_kernel_counts() {
         saved > plain_memory / 2 && is_near(by_processes) && is_near(by_machine)
     });
     println!("{said}");
-    assert!(agree, "{said}");
     daemon.verify();
+    if agree { Ok(()) } else { Err(said) }
+}
+
+#[test]
+fn saved_memory_is_what_the_kernel_counts() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    // What other processes of this machine free or take after the first look at its memory stays in the second account until
+    // that look is taken again: the last test's, which end now, too.
+    let compared: Vec<String> = (0..ATTEMPTS).map_while(|_| compare(program).err()).collect();
+    assert!(compared.len() < ATTEMPTS, "{compared:#?}");
 }
