@@ -219,8 +219,8 @@ fn try_thread(tracer: &Tracer, thread: i32, patience: Duration, plan: &Plan<'_>)
     }
 }
 
-/// Lets `thread` make the calls of [`instructions`] without its filters, which are in force again before it goes back to code of
-/// the program's. Returns a signal that it is still to handle.
+/// Lets `thread` make the calls of [`instructions`] without its filters, which are in force again before it goes back to
+/// code of the program's. Returns a signal that it is still to handle.
 fn run_unfiltered(tracer: &Tracer, thread: i32) -> i32 {
     /// It blocks signals, makes its call, and restores the signals: each begins and ends.
     const STOPS: u32 = 6;

@@ -2,8 +2,8 @@
 //!
 //! 1. [`look`] decides whether the program can be entered, and says why not.
 //! 2. One thread of it is stopped, at a moment at which nothing would be lost: no signal is on its way to the thread, and
-//!    the thread is not in the middle of a restartable sequence. Its registers are set to the instructions of [`instructions`],
-//!    and it goes on.
+//!    the thread is not in the middle of a restartable sequence. Its registers are set to the [`instructions`], and it goes
+//!    on.
 //! 3. The new thread waits for the agent's code, which is written from outside; then it begins.
 //! 4. The agent opens its socket, and the other end is taken.
 //!

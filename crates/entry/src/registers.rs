@@ -70,7 +70,8 @@ mod architecture {
             let mut bytes = [0; 8];
             memory.read(at, &mut bytes).ok().map(|()| u64::from_ne_bytes(bytes))
         };
-        // The descriptor's address stands behind two numbers of a processor; in it, start and length behind version and flags.
+        // The descriptor's address stands behind two numbers of a processor; in it, start and length behind version and
+        // flags.
         let Some(descriptor) = word(configuration[0] + 8).filter(|at| *at != 0) else { return false };
         match (word(descriptor + 8), word(descriptor + 16)) {
             (Some(start), Some(len)) => (start..start.saturating_add(len)).contains(&registers.rip),

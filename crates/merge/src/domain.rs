@@ -13,6 +13,7 @@ mod inherit;
 mod ledger;
 mod listed_ranges;
 mod member;
+mod not_inherited;
 mod remap;
 mod replicated_slots;
 mod slot_budget;
@@ -23,6 +24,7 @@ mod written_pages;
 
 use index_entry::{ChunkRefs, IndexEntry};
 use member::{Member, Work};
+use not_inherited::NotInherited;
 
 use crate::client::{Client, Gone};
 use crate::page::PageState;
@@ -230,7 +232,7 @@ impl Domain {
             mappings: 0,
             foreign: Vec::new(),
             healed_unknown: Vec::new(),
-            not_inherited: inherit::NotInherited::default(),
+            not_inherited: NotInherited::default(),
             probes: Vec::new(),
             deferred: Vec::new(),
             deferred_mappings: 0,

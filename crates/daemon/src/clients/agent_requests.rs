@@ -37,7 +37,7 @@ impl AgentRequests {
         self.answer_of(op, &buffer[..got])
     }
 
-    /// A request whose answer may carry descriptors; whether the agent grants it, and those that came.
+    /// A request that asks for descriptors: whether the agent grants it, and those that came.
     pub(super) fn ask_for_files(&mut self, op: Op, a: u64) -> Result<(bool, sock::Fds), Gone> {
         self.send(op, 0, a, 0, &[])?;
         let mut buffer = [0; size_of::<Packet>()];

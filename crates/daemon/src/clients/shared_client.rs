@@ -33,7 +33,7 @@ pub struct SharedClient {
 }
 
 impl SharedClient {
-    /// The process `pid` of user `uid`, whose agent shares `channel`; nothing was looked at yet.
+    /// The process `pid` of user `uid`; its agent shares `channel`. Nothing was looked at yet.
     pub(super) fn new(
         (pid, uid): (i32, u32),
         name: String,

@@ -18,7 +18,7 @@ const CURSOR_AT: usize = 1024;
 pub(super) const ROOT_BYTES: usize = ROOT_HEAD + 2 * SHARDS * 8;
 
 impl Store {
-    /// The store in `arena`, whose root is checked.
+    /// The store in `arena`, once its root was checked.
     pub(super) fn over(arena: Arena) -> Result<Store, Error> {
         if arena.data_range().end > OFFSETS_END {
             return Err(arena::Error::Damaged("it is larger than its directory can name").into());

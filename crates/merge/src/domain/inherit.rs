@@ -17,32 +17,6 @@ use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::{Hold, Refused, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Periods in which a client's files that may be sealed later are tried again.
-const TRIES: u32 = 10;
-
-/// Segments of earlier pools that a client shows, and that were not taken in.
-#[derive(Debug, Default)]
-pub(super) struct NotInherited {
-    /// Its pages, by reason.
-    pub(super) pages: BTreeMap<String, u64>,
-    /// Some may be taken in later.
-    may_come: bool,
-    tries: u32,
-}
-
-impl NotInherited {
-    /// True while segments may be taken in that could not be yet.
-    pub(super) fn waits(&self) -> bool {
-        self.may_come && self.tries < TRIES
-    }
-
-    fn note(&mut self, pages: u64, why: Option<Refused>) {
-        self.may_come |= matches!(why, None | Some(Refused::NotSealed));
-        let why = why.map_or_else(|| "it cannot be opened".to_owned(), |why| why.to_string());
-        *self.pages.entry(why).or_default() += pages;
-    }
-}
-
 impl Domain {
     /// Enters pool mappings into the ledger that this domain did not make.
     ///
@@ -52,7 +26,7 @@ impl Domain {
         // Segments that were taken in here, until their sharers are counted, and those that cannot be.
         let mut tried: BTreeMap<u64, Result<Hold, Refused>> = BTreeMap::new();
         work.foreign.clear();
-        work.not_inherited = NotInherited { tries: work.not_inherited.tries, ..NotInherited::default() };
+        work.not_inherited.begin();
         for mapping in mappings {
             let segment = match (self.pool.segment_of_inode(mapping.inode), tried.get(&mapping.inode)) {
                 (Some(segment), _) => Ok(segment),
@@ -136,15 +110,5 @@ impl Domain {
         let named = |mapping: &PoolMapping| Some((mapping.inode, self.pool.segment_of_inode(mapping.inode)?));
         let names: BTreeSet<(u64, u32)> = mappings.iter().filter_map(named).collect();
         work.client.name_earlier_segments(&Vec::from_iter(names))
-    }
-
-    /// Returns true if the client's mappings should be looked at again in the next period.
-    pub(super) fn may_inherit_later(&self, work: &mut Work) -> bool {
-        let again = work.not_inherited.waits();
-        work.not_inherited.tries = match work.not_inherited.may_come {
-            true => work.not_inherited.tries + u32::from(again),
-            false => 0,
-        };
-        again
     }
 }

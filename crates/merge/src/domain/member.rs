@@ -1,6 +1,7 @@
 //! A client in a domain, and what the worker that has it in hand works on.
 
-use super::{ClientId, EDGES, Managed, inherit};
+use super::not_inherited::NotInherited;
+use super::{ClientId, EDGES, Managed};
 use crate::client::{Client, PoolMapping};
 use crate::plan::PageRun;
 use crate::stats::ClientStats;
@@ -61,7 +62,7 @@ pub(super) struct Work {
     /// Ranges that were healed before the table had them: they are protected already, so no look will tell of them.
     pub(super) healed_unknown: Vec<Range>,
     /// Why they are not.
-    pub(super) not_inherited: inherit::NotInherited,
+    pub(super) not_inherited: NotInherited,
     /// Chunks of huge pages to be probed in this period, the first last.
     pub(super) probes: Vec<u64>,
     /// Short runs that wait until all runs of this pass are known: the longest go first.

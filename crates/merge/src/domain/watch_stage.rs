@@ -82,7 +82,7 @@ impl Domain {
         self.count(|c| &c.pages_discarded, discarded);
         note_healed_unknown(work, has_all);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
-        let inherits_later = self.may_inherit_later(work);
+        let inherits_later = work.not_inherited.end_period();
         if !inherits_later {
             self.name_earlier(work, &mappings)?;
         }

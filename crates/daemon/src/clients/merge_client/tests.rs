@@ -1,4 +1,4 @@
-//! A client whose agent is the test.
+//! A client; the test is its agent.
 
 use super::*;
 use crate::clients::connection::tests::does_not_wait_for_files_that_are_slow_to_close;
