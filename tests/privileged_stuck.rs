@@ -10,8 +10,7 @@ use fuser::{
     LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
 };
 use pagefold_os::{patience, smaps};
-use std::ffi::{CString, OsStr};
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, OnceLock};
@@ -104,10 +103,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let path = CString::new(self.path.parent().expect("the mount").as_os_str().as_bytes()).expect("no NUL");
         // The client has the file mapped still, so the mount only loses its name.
-        // SAFETY: the path ends with a NUL and outlives the call.
-        unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+        let _ = pagefold_disk::mount::unmount(self.path.parent().expect("the mount"), true);
     }
 }
 

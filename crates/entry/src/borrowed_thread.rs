@@ -7,7 +7,7 @@ use crate::layout::Layout;
 use crate::look::{FILTERS_CURE, has_filter, has_own_filter, judge_filters, open_memory};
 use crate::memory;
 use crate::registers::{at_instructions, is_64_bit, is_in_restartable_sequence, words};
-use crate::stop::call_of;
+use crate::stop::{call_of, status_of};
 use crate::trace::{Report, Tracer};
 use pagefold_os::procfs;
 use pagefold_os::procfs::OwnedMap;
@@ -151,7 +151,7 @@ fn unrest(pid: i32, thread: i32) -> u8 {
 
 /// True if a thread of this process traces `thread`.
 fn is_traced_by_us(pid: i32, thread: i32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
+    let status = status_of(pid, thread);
     let tracer = procfs::field(&status, "TracerPid").unwrap_or(0);
     tracer != 0 && fs::exists(format!("/proc/self/task/{tracer}")).unwrap_or(false)
 }
@@ -286,7 +286,7 @@ fn send_to_instructions(tracer: &Tracer, thread: i32, plan: &Plan<'_>, leeway: L
 
 /// True if a signal is on its way to `thread`: a call that it interrupts must return, which a borrowed thread's would not.
 fn has_pending_signal(pid: i32, thread: i32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
+    let status = status_of(pid, thread);
     let set = |name: &str| u64::from_str_radix(procfs::value(&status, name).unwrap_or_default(), 16).unwrap_or(0);
     (set("SigPnd") | set("ShdPnd")) & !set("SigBlk") != 0
 }

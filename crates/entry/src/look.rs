@@ -5,6 +5,7 @@ use crate::call_names::name_of_call;
 use crate::error::{EntryError, step};
 use crate::instructions;
 use crate::memory::Memory;
+use crate::stop::status_of;
 use crate::trace::Tracer;
 use pagefold_os::procfs;
 use pagefold_os::procfs::OwnedMap;
@@ -84,8 +85,7 @@ pub(crate) fn open_memory(pid: i32) -> Result<Memory, EntryError> {
 }
 
 pub(crate) fn has_filter(pid: i32, thread: i32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
-    procfs::has_filter(&status)
+    procfs::has_filter(&status_of(pid, thread))
 }
 
 /// True if this process has a filter: the kernel shows it no other's then.

@@ -194,6 +194,11 @@ fn state_of(pid: i32, thread: i32) -> Option<u8> {
     stat::field(&text, 3)?.bytes().next()
 }
 
+/// /proc/PID/task/THREAD/status, for [`procfs::field`]; empty if there is none.
+pub(crate) fn status_of(pid: i32, thread: i32) -> String {
+    fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default()
+}
+
 /// What system call `thread` is in, as the kernel says: a number, or a word.
 pub(crate) fn call_of(pid: i32, thread: i32) -> String {
     let text = fs::read_to_string(format!("/proc/{pid}/task/{thread}/syscall")).unwrap_or_default();

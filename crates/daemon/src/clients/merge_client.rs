@@ -127,8 +127,8 @@ impl MergeClient {
         self.shared.clone()
     }
 
-    /// A request that replaces mappings. No call of an attached program is followed, so its
-    /// threads stand still meanwhile; `EBUSY` if that is not to be had now.
+    /// A request that replaces mappings. No call of an attached program is followed, so its threads stand still meanwhile;
+    /// `EBUSY` if that is not to be had now.
     fn ask_while_stopped(
         &mut self,
         op: Op,
