@@ -97,6 +97,9 @@ impl Default for Config {
     }
 }
 
+/// Time after which room for fetched pages is taken to be unused.
+const BUFFERS_UNUSED_NS: u64 = 2_000_000_000;
+
 /// Periods that short runs wait at most for others that may lie beside them.
 const SHORT_WAIT_PERIODS: u64 = 3;
 
@@ -158,6 +161,8 @@ pub struct Domain {
     unlisted: Mutex<unlisted_slots::UnlistedSlots>,
     /// Room for fetched pages, for each worker at work one.
     buffers: Mutex<Vec<Vec<Page>>>,
+    /// When the last of them was used, as a step was told the time.
+    buffers_used_ns: AtomicU64,
     counters: DomainCounters,
 }
 
@@ -203,6 +208,7 @@ impl Domain {
             repeats: RwLock::default(),
             unlisted: Mutex::default(),
             buffers: Mutex::default(),
+            buffers_used_ns: AtomicU64::new(0),
             counters: DomainCounters::default(),
             config,
         })
@@ -539,8 +545,16 @@ impl Domain {
             buffer.resize(pages, [0; PAGE_SIZE]);
         }
         let result = f(&mut buffer[..pages]);
+        self.buffers_used_ns.store(self.now_ns.load(Ordering::Relaxed), Ordering::Relaxed);
         lock(&self.buffers).push(buffer);
         result
+    }
+
+    /// Gives the room for fetched pages back if no client has needed it for some time; returns true if there was any.
+    pub fn release_buffers(&self, now_ns: u64) -> bool {
+        let used_ns = self.buffers_used_ns.load(Ordering::Relaxed);
+        let is_unused = now_ns.saturating_sub(used_ns) >= BUFFERS_UNUSED_NS;
+        is_unused && !std::mem::take(&mut *lock(&self.buffers)).is_empty()
     }
 
     /// Returns true if short runs should be merged now: no worker is about to find more of them, with pages between

@@ -56,6 +56,21 @@ impl Bench {
 }
 
 #[test]
+fn room_for_fetched_pages_is_given_back_at_rest() {
+    let mut bench = Bench::simple();
+    bench.add(2..600);
+    bench.add(2..600);
+    bench.periods(8);
+    let later = bench.now_ns + 2_000_000_000;
+    assert!(!bench.domain.release_buffers(bench.now_ns), "it was used a moment ago");
+    assert!(bench.domain.release_buffers(later), "there is some");
+    assert!(!bench.domain.release_buffers(later), "there is no more");
+    bench.add(2..600);
+    bench.periods(8);
+    assert_eq!(bench.domain.stats().pages_sharing, 3 * 598);
+}
+
+#[test]
 fn equal_pages_take_one_slot_however_many_they_are() {
     let mut bench = Bench::simple();
     bench.add(vec![7; 600]);

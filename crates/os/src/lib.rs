@@ -39,6 +39,8 @@ pub mod filesystem;
 #[cfg(feature = "std")]
 pub mod fill;
 #[cfg(feature = "std")]
+pub mod heap;
+#[cfg(feature = "std")]
 pub mod ksm;
 #[cfg(feature = "std")]
 pub mod mountinfo;
@@ -67,6 +69,12 @@ pub use raw::Errno;
 
 /// Bytes in a page: pagefold shares memory in units of this size.
 pub const PAGE_SIZE: usize = 4096;
+
+/// The end of the addresses that a program may have on any machine: x86-64 with five levels of page tables has the most.
+pub const ADDRESS_MAX: u64 = 1 << 56;
+
+/// The end of the addresses that the kernel gives a program which does not ask for higher ones.
+pub const ADDRESS_END: u64 = if cfg!(target_arch = "x86_64") { 1 << 47 } else { 1 << 48 };
 
 /// A page's content.
 pub type Page = [u8; PAGE_SIZE];

@@ -21,7 +21,7 @@ use crate::state::SHARED;
 use core::ffi::{c_int, c_void};
 use core::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use pagefold_os::raw::{Errno, Result};
-use pagefold_os::{PAGE_SIZE, Range, mem};
+use pagefold_os::{ADDRESS_END, PAGE_SIZE, Range, mem};
 use pagefold_protocol::message::ALL_MIN;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -214,10 +214,9 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
 /// Since Linux 6.17 the kernel moves several mappings in one such call. But it stops in the middle at a mapping that a
 /// userfaultfd watches, unless that is the first and only one. So each is moved by a call of its own.
 fn move_each(range: Range, to: u64, flags: c_int, call: impl Fn() -> Result<u64>) -> Result<u64> {
-    /// Addresses from here on the kernel may refuse, and only for the last part.
-    const END: u64 = 1 << 47;
     let whole = Range { start: to, end: to.saturating_add(range.len()) };
-    let is_refused = range.overlaps(&whole) || whole.end >= END;
+    // Such an address the kernel may refuse, and only for the last part.
+    let is_refused = range.overlaps(&whole) || whole.end >= ADDRESS_END;
     let Some(maps) = Maps::open().ok().filter(|_| !is_refused) else { return call() };
     let mut at = range.start;
     while at < range.end {

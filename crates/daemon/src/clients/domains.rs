@@ -15,7 +15,7 @@ use crate::status::Totals;
 use pagefold_merge::{ClientId, Domain, domain};
 use pagefold_os::sync::lock;
 use pagefold_os::wait::Bell;
-use pagefold_os::{fd, procfs, sched};
+use pagefold_os::{fd, heap, procfs, sched};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -237,6 +237,9 @@ impl LiveClients {
                 }
                 None => {
                     self.retire(key, DOMAIN_IDLE);
+                    if domain.release_buffers(now) {
+                        heap::trim();
+                    }
                     let wait =
                         domain.due_ns().map_or(NAP, |due| Duration::from_nanos(due.saturating_sub(now)).min(NAP));
                     let wait = wait.max(Duration::from_micros(200));

@@ -20,7 +20,7 @@ use pagefold_entry::memory::Memory;
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, PoolMapping, RemapPiece, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
-use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, ranges, sock};
+use pagefold_os::{ADDRESS_MAX, PAGE_SIZE, Page, Range, memfd, pagemap, ranges, sock};
 use pagefold_pool::Pool;
 use pagefold_protocol::channel::Channel;
 use pagefold_protocol::handshake::send_welcome;
@@ -42,8 +42,6 @@ const ANSWER_MS_MAX: u64 = 5_000;
 /// Managed ranges of one client that are asked for: four times as many as an agent notes. Those with the lowest addresses
 /// are managed.
 pub(crate) const REGIONS_MAX: usize = 1 << 16;
-/// Highest address that user memory has.
-const ADDRESS_MAX: u64 = 1 << 57;
 /// After so many pages the threads of an attached program go on: stops are about 5 ms long then.
 const STOP_PAGES: u64 = 2048;
 /// Pages that one request unshares at most. The program waits for them; an attached one stands still meanwhile.

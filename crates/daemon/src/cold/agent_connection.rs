@@ -5,7 +5,7 @@
 
 use crate::clients::attached::{Attached, NotStopped};
 use crate::clients::connection::Connection;
-use pagefold_os::{Errno, PAGE_SIZE, Range, sched, sock};
+use pagefold_os::{ADDRESS_END, Errno, PAGE_SIZE, Range, sched, sock};
 use pagefold_protocol::channel::Channel;
 use pagefold_protocol::message::{EVICT_BUSY, EvictEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet, RegionEntry};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 const ANSWER_MS_MAX: u64 = 10_000;
 /// Addresses that a client may have managed: nothing below the first MiB (see `Uffd::is_alive`).
 const LOWEST: u64 = 1 << 20;
-const HIGHEST: u64 = 1 << 47;
+const HIGHEST: u64 = ADDRESS_END;
 /// Regions that a client may have: more than the kernel lets a process have mappings by default.
 const REGIONS_MAX: usize = 1 << 20;
 

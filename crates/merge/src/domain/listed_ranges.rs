@@ -1,15 +1,13 @@
 //! Ranges and pool mappings as a client lists them: checked, and cut.
 
 use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping};
-use pagefold_os::{PAGE_SIZE, Range, ranges};
+use pagefold_os::{ADDRESS_MAX, PAGE_SIZE, Range, ranges};
 use pagefold_pool::SLOTS_PER_SEGMENT;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Pages of one client that are managed at most (512 GiB); the rest is left alone.
 const PAGES_MAX: u64 = 1 << 27;
-/// User memory ends here.
-const ADDRESS_MAX: u64 = 1 << 56;
 
 /// Checks what a client says about its managed ranges, and takes as many as we follow.
 pub(super) fn check_regions(ranges: &mut Vec<Range>) -> Result<(), Gone> {

@@ -6,7 +6,7 @@
 use super::event_journal::EVENTS;
 use super::{Client, LOST_MAX, PAGE, Pending, Served, Service};
 use pagefold_os::uffd::Event;
-use pagefold_os::{Errno, PAGE_SIZE, Range, sched};
+use pagefold_os::{ADDRESS_END, Errno, PAGE_SIZE, Range, sched};
 use pagefold_protocol::message::FETCH_PAGES_MAX;
 use pagefold_protocol::residency_map::{DISCARDED, EVICTED, FROZEN, RESIDENT};
 use pagefold_tier::Tier;
@@ -17,7 +17,7 @@ use std::time::Duration;
 /// In place of an address under which the tier has a page: it has none.
 const NOWHERE: u64 = !(PAGE - 1);
 /// The tier has pages that are awaited under where they are awaited, and so much further on, where no memory can be.
-pub(crate) const AWAITED: u64 = 1 << 47;
+pub(crate) const AWAITED: u64 = ADDRESS_END;
 /// Tries to bring in moved pages, a millisecond apart: the thread that moved them may wait for a processor.
 const MOVED_TRIES: u32 = 1000;
 

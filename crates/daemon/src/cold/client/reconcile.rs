@@ -3,7 +3,7 @@
 use super::events::AWAITED;
 use super::{Client, PAGE};
 use pagefold_os::sync::lock;
-use pagefold_os::{Range, pagemap};
+use pagefold_os::{ADDRESS_END, Range, pagemap};
 use pagefold_protocol::residency_map::{self, EVICTED, OWNER_DAEMON};
 use pagefold_tier::Tier;
 use std::collections::HashSet;
@@ -88,7 +88,7 @@ impl Client {
             let _ = self.uffd.wake(Range { start: base, end: base + residency_map::CHUNK_BYTES });
         });
         // Fresh memory of registered ranges may lie in chunks that the table does not have.
-        let everything = Range { start: 1 << 20, end: (1 << 47) - PAGE };
+        let everything = Range { start: 1 << 20, end: ADDRESS_END - PAGE };
         let _ = self.uffd.wake(everything);
     }
 }

@@ -213,9 +213,9 @@ pub(crate) mod tests {
     use crate::cold::handover::shutdown;
     use crate::cold::tiers::Tiers;
     use crate::memory_limits::tests::limited;
-    use pagefold_os::Errno;
     use pagefold_os::fd::Fd;
     use pagefold_os::mem::Mapping;
+    use pagefold_os::{ADDRESS_END, Errno};
     use pagefold_protocol::residency_map::{CHUNK_BYTES, EVICTED};
     use pagefold_tier::Tier;
     use std::os::fd::IntoRawFd;
@@ -228,7 +228,7 @@ pub(crate) mod tests {
         let source = [7_u8; PAGE_SIZE];
         // SAFETY: the source is ours.
         assert_eq!(unsafe { client.uffd.copy((place + 2) * PAGE, source.as_ptr() as u64, PAGE, 0) }.1, None);
-        let everything = Range { start: 1 << 20, end: (1 << 47) - PAGE };
+        let everything = Range { start: 1 << 20, end: ADDRESS_END - PAGE };
         let mut ages = PageAges::default();
         assert!(make_old(&mut ages, &client, everything).is_ok());
         assert_eq!((ages.age(place + 2), ages.age(place + 1).unwrap_or(0)), (Some(254), 0));

@@ -4,6 +4,7 @@
 
 use pagefold_os::mem::Mapping;
 use pagefold_os::sync::lock;
+use pagefold_os::{ADDRESS_END, PAGE_SIZE};
 use pagefold_protocol::residency_map::{WAKING_RUNS, WakingRuns};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -18,7 +19,7 @@ const PAGES_MAX: u64 = 8192;
 /// Most runs of pages.
 const RUNS_MAX: usize = WAKING_RUNS;
 /// Pages have smaller numbers. A client could write others.
-const PAGE_END: u64 = 1 << 35;
+const PAGE_END: u64 = ADDRESS_END / PAGE_SIZE as u64;
 /// And so have runs.
 const NUMBER_END: u64 = 1 << 48;
 /// A client that faults so many runs ahead of what comes back has overtaken it; farther ahead it goes another way.
