@@ -5,6 +5,15 @@ use pagefold_os::{ksm, procfs};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+/// Bytes of KSM's record about a page that it looks at, and of that about a page that it shares.
+pub const RECORD_BYTES: u64 = pagefold_scan::Ksm::ITEM_BYTES;
+
+/// Bytes of KSM's records about these processes, and about the pages that it shares.
+pub fn records_bytes(pids: impl Iterator<Item = i32>) -> u64 {
+    let shared = ksm::read("pages_shared").unwrap_or(0).max(0) as u64;
+    (pids.filter_map(ksm::rmap_items).sum::<u64>() + shared) * RECORD_BYTES
+}
+
 /// Takes KSM's settings for this run and sets the highest speed; it begins when its switch `run` is 1. Dropping the value
 /// restores them.
 pub fn at_full_speed() -> Result<ksm::Settings, Failure> {

@@ -6,6 +6,7 @@ use crate::restore::{self, Undo};
 use pagefold_daemon::cold::ClientSelector;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
+use pagefold_os::procfs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -66,6 +67,12 @@ impl Daemon {
         let mut command = Command::new(&self.tool);
         command.args(["attach", "--socket"]).arg(&self.socket).arg(pid.to_string());
         process::output(&mut command).map(drop)
+    }
+
+    /// Its memory, less what the kernel may take back at any time: the pages of its program.
+    pub fn own_bytes(&self) -> io::Result<u64> {
+        let memory = procfs::memory(self.pid())?;
+        Ok(memory.anonymous + memory.pss_shared_memory + self.status()?.totals.mapping_bytes)
     }
 
     /// Evicts the memory of all cold clients; returns the pages.

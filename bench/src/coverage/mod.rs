@@ -2,7 +2,8 @@
 //!
 //! Three instances of each kind hold the same bytes ([`kinds`]). Their memory, the sum of Pss of all processes, is measured
 //! with nothing, with KSM at full speed, with `pagefold attach` once they hold the data, and under `pagefold run --manage
-//! all`. Saved is the difference to the memory with nothing. Each instance compares every byte afterwards.
+//! all`. Saved is the difference to the memory with nothing; what the engine takes for itself stands beside it. Each instance
+//! compares every byte afterwards.
 
 mod kinds;
 mod way;
@@ -85,6 +86,7 @@ impl Row<'_> {
     fn json(&self, args: &Args) -> Value {
         let by = |way: Way| move |round: &[Measured]| saved_mib(round, way);
         let against_ksm = |way: Way| self.spread(move |round| ratio(saved_mib(round, way), saved_mib(round, Way::Ksm)));
+        let own = |way: Way| self.spread(move |round| Some(of(round, way)?.own_mib));
         let mut notes: Vec<&str> = self.measures().flat_map(|measured| &measured.notes).map(String::as_str).collect();
         notes.sort_unstable();
         notes.dedup();
@@ -97,6 +99,9 @@ impl Row<'_> {
             "ksm_saved_mib": self.spread(by(Way::Ksm)),
             "attach_saved_mib": self.spread(by(Way::Attach)),
             "run_saved_mib": self.spread(by(Way::Run)),
+            "ksm_own_mib": own(Way::Ksm),
+            "attach_own_mib": own(Way::Attach),
+            "run_own_mib": own(Way::Run),
             "attach_against_ksm": against_ksm(Way::Attach),
             "run_against_ksm": against_ksm(Way::Run),
             "right": self.measures().all(|measured| measured.is_right),
@@ -170,7 +175,8 @@ fn measure(args: &Args) -> Result<(), Failure> {
     record::table(
         "coverage: memory of three instances with equal data, and what is saved of it (MiB)",
         "kind|before=before_mib:0|found=found_mib:0|KSM=ksm_saved_mib:0|attach=attach_saved_mib:0|run=run_saved_mib:0|\
-         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|run left=run_left_mib:0|right",
+         attach/KSM=attach_against_ksm:2|run/KSM=run_against_ksm:2|run left=run_left_mib:0|KSM's own=ksm_own_mib:1|\
+         attach's own=attach_own_mib:1|right",
         rows,
     );
     match wrong.is_empty() {
@@ -184,7 +190,7 @@ mod tests {
     use super::*;
 
     fn measured(way: Way, pss_mib: f64, left_mib: Option<f64>) -> Measured {
-        Measured { way, pss_mib, left_mib, is_right: true, notes: vec!["a note".into()] }
+        Measured { way, pss_mib, own_mib: 3.0, left_mib, is_right: true, notes: vec!["a note".into()] }
     }
 
     #[test]

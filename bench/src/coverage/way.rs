@@ -33,6 +33,8 @@ pub struct Measured {
     pub way: Way,
     /// The sum of Pss of all processes of all instances, once it changes no more.
     pub pss_mib: f64,
+    /// What merging itself takes beside them: the daemon's memory, or KSM's records.
+    pub own_mib: f64,
     /// What a dry run finds in these instances, in the end: with nothing, all that could be saved. Where blocks lie in pages
     /// by chance, other instances of the same kind have more or less. `None` with KSM: a dry run does not know which pages
     /// KSM has merged.
@@ -89,10 +91,10 @@ impl Way {
 
     /// Starts the instances, merges them until their memory changes no more, and has each compare its data.
     pub fn measure(self, words: &[String], data: &Path, dir: &Path, rest: Rest) -> Result<Measured, Failure> {
-        let (own, _removed) = restore::folder(&format!("coverage-{}", self.name()))?;
+        let (home, _removed) = restore::folder(&format!("coverage-{}", self.name()))?;
         let engine = self.engine()?;
         let start = |number: usize| -> Result<Instance, Failure> {
-            let own = own.join(number.to_string());
+            let own = home.join(number.to_string());
             std::fs::create_dir(&own)?;
             let word = |word: &String| match word.as_str() {
                 "FILE" => data.display().to_string(),
@@ -110,6 +112,11 @@ impl Way {
             _ => {}
         }
         let pss = settle(&instances, if self == Way::Nothing { Rest::ALONE } else { rest });
+        let own = match &engine {
+            RunningEngine::Nothing => 0,
+            RunningEngine::Ksm { .. } => ksm_peer::records_bytes(instances.iter().flat_map(Instance::pids)),
+            RunningEngine::Ours(daemon) => daemon.own_bytes()?,
+        };
         if let RunningEngine::Ours(daemon) = &engine {
             let processes = daemon.status()?.unmanaged_processes;
             notes
@@ -125,7 +132,7 @@ impl Way {
         }
         let notes = notes.into_iter().map(|note| format!("{}: {note}", self.name())).collect();
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-        Ok(Measured { way: self, pss_mib: mib(pss), left_mib: left.map(mib), is_right, notes })
+        Ok(Measured { way: self, pss_mib: mib(pss), own_mib: mib(own), left_mib: left.map(mib), is_right, notes })
     }
 }
 

@@ -180,20 +180,20 @@ impl Running {
         }
     }
 
-    /// Bytes of records: ours, or 64 for each page that KSM looks at and each that it shares.
+    /// Bytes of records: ours, or KSM's for `pages` that it looks at.
     pub fn metadata_bytes(&self, pages: u64) -> u64 {
         match self {
             Running::Ours(daemon) => {
                 daemon.status().map_or(0, |status| status.totals.metadata_bytes + status.totals.mapping_bytes)
             }
-            Running::Ksm(..) => pages * 64,
+            Running::Ksm(..) => pages * ksm_peer::RECORD_BYTES,
         }
     }
 
-    /// Memory of the engine itself that no process's share counts: the daemon's, or KSM's records.
+    /// Memory of the engine itself that no program's share counts: the daemon's, or KSM's records.
     pub fn own_bytes(&self, pages: u64) -> u64 {
         match self {
-            Running::Ours(daemon) => procfs::memory(daemon.pid()).map_or(0, |memory| memory.pss),
+            Running::Ours(daemon) => daemon.own_bytes().unwrap_or(0),
             Running::Ksm(..) => self.metadata_bytes(pages),
         }
     }
