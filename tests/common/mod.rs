@@ -168,8 +168,8 @@ pub fn c_program_with(name: &str, options: &[&str]) -> Option<PathBuf> {
         files = entries.map(|entry| entry.expect("an entry").path()).collect();
         files.sort();
     }
-    // Several programs include it.
-    files.push(sources.join("known_bytes.h"));
+    // Several programs include them.
+    files.extend(["bare_call.h", "known_bytes.h"].map(|name| sources.join(name)));
     let mut state = DefaultHasher::new();
     options.hash(&mut state);
     files.iter().for_each(|file| std::fs::read(file).expect("a source").hash(&mut state));

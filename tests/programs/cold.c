@@ -21,6 +21,7 @@
  *   advise pageout|cold|willneed                   lost       touch all; counts pages that end in SIGBUS
  * Each answers "right", or "refused" if there is no memory for it, or "wrong ..." and ends. */
 #define _GNU_SOURCE
+#include "bare_call.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/filter.h>
@@ -114,16 +115,7 @@ static int check(void) {
     return 0;
 }
 
-static long bare(long number, long a, long b, long c, long d, long e) {
-    long result;
-    register long r10 __asm__("r10") = d;
-    register long r8 __asm__("r8") = e;
-    __asm__ volatile("syscall"
-                     : "=a"(result)
-                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8)
-                     : "rcx", "r11", "memory");
-    return result;
-}
+static long bare(long number, long a, long b, long c, long d, long e) { return bare_call(number, a, b, c, d, e, 0); }
 
 static uint8_t *map(size_t len);
 

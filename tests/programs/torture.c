@@ -8,6 +8,7 @@
  *   check 1     every byte of the area
  * The answer is a line: "right", and how often the word's call was made. */
 #define _GNU_SOURCE
+#include "bare_call.h"
 #include "known_bytes.h"
 #include <pthread.h>
 #include <sched.h>
@@ -34,19 +35,6 @@ static void fail(const char *what, unsigned long page, unsigned long at, uint64_
 {
 	fprintf(stderr, "torture: %s: page %lu, word %lu: %016lx\n", what, page, at, (unsigned long)have);
 	_exit(3);
-}
-
-static long bare(long number, long a, long b, long c, long d, long e, long f)
-{
-	long result;
-	register long r10 __asm__("r10") = d;
-	register long r8 __asm__("r8") = e;
-	register long r9 __asm__("r9") = f;
-	__asm__ volatile("syscall"
-			 : "=a"(result)
-			 : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
-			 : "rcx", "r11", "memory");
-	return result;
 }
 
 static void fill(volatile uint64_t *at, uint64_t page, uint64_t version)
@@ -102,7 +90,7 @@ static void *discard(void *argument)
 		unsigned long len = 1 + below(&job->state, 4), first = begin + below(&job->state, part - len);
 		/* What was there must have been right. */
 		check_page("before a discard", first);
-		if (bare(SYS_madvise, (long)page_at(first), len * PAGE, MADV_DONTNEED, 0, 0, 0))
+		if (bare_call(SYS_madvise, (long)page_at(first), len * PAGE, MADV_DONTNEED, 0, 0, 0))
 			fail("madvise", first, 0, 0);
 		for (unsigned long page = first; page < first + len; page++) {
 			compare_zero("a discard", page_at(page), page);
@@ -118,7 +106,7 @@ static unsigned long forks(unsigned long count, uint64_t *state)
 {
 	for (unsigned long turn = 0; turn < count; turn++) {
 		uint64_t seed = *state ^ (turn * 2654435761u);
-		long child = bare(SYS_clone, SIGCHLD, 0, 0, 0, 0, 0);
+		long child = bare_call(SYS_clone, SIGCHLD, 0, 0, 0, 0, 0);
 		if (child < 0)
 			fail("clone", turn, 0, child);
 		if (!child) {
@@ -126,24 +114,24 @@ static unsigned long forks(unsigned long count, uint64_t *state)
 				check_page("a child", below(&seed, pages));
 			/* Its discards are its own. */
 			unsigned long page = below(&seed, pages);
-			bare(SYS_madvise, (long)page_at(page), PAGE, MADV_DONTNEED, 0, 0, 0);
+			bare_call(SYS_madvise, (long)page_at(page), PAGE, MADV_DONTNEED, 0, 0, 0);
 			compare_zero("a discard of a child", page_at(page), page);
 			if (turn % 256 == 0) {
 				is_zero[page] = 1;
 				check("all of a child");
 			}
-			bare(SYS_exit_group, 0, 0, 0, 0, 0, 0);
+			bare_call(SYS_exit_group, 0, 0, 0, 0, 0, 0);
 		}
 		/* Meanwhile some pages are written and discarded, so that there is always something to merge. */
 		for (int i = 0; i < 8; i++) {
 			unsigned long page = below(state, pages);
 			if (below(state, 2))
-				bare(SYS_madvise, (long)page_at(page), PAGE, MADV_DONTNEED, 0, 0, 0);
+				bare_call(SYS_madvise, (long)page_at(page), PAGE, MADV_DONTNEED, 0, 0, 0);
 			fill(page_at(page), page, 0);
 			is_zero[page] = 0;
 		}
 		int status = 0;
-		if (bare(SYS_wait4, child, (long)&status, 0, 0, 0, 0) != child || status)
+		if (bare_call(SYS_wait4, child, (long)&status, 0, 0, 0, 0) != child || status)
 			fail("a child's end", turn, 0, status);
 	}
 	return count;
@@ -160,10 +148,10 @@ static unsigned long renew(struct mapping *mapping, unsigned long len, unsigned 
 	if (mapping->at) {
 		for (unsigned long page = 0; page < mapping->len; page++)
 			compare("a mapping", (void *)(mapping->at + page * PAGE), page, mapping->version);
-		if (bare(SYS_munmap, (long)mapping->at, mapping->len * PAGE, 0, 0, 0, 0))
+		if (bare_call(SYS_munmap, (long)mapping->at, mapping->len * PAGE, 0, 0, 0, 0))
 			fail("munmap", mapping->len, 0, 0);
 	}
-	long at = bare(SYS_mmap, 0, len * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	long at = bare_call(SYS_mmap, 0, len * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (at < 0 && at > -4096)
 		fail("mmap", len, 0, at);
 	*mapping = (struct mapping){(unsigned char *)at, len, version};

@@ -6,8 +6,12 @@
 //! time makes the stop fail, and the program goes on.
 //!
 //! The closure runs on a thread of its own, the tracer. When that ends, the kernel lets go of whatever is still traced.
+//!
+//! On a busy machine a thread waits for its turn, for tens of milliseconds and more, and the program would stand still for
+//! all of the turns that tracer and agent need. So both take the first turn meanwhile, where the daemon may give it.
 
 use crate::trace::{Report, Tracer};
+use pagefold_os::fd::{self, Fd};
 use pagefold_os::{procfs, sched, stat};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -17,8 +21,13 @@ use std::{fs, io, thread};
 pub const PATIENCE: Duration = Duration::from_millis(20);
 /// After this time a thread that does not stand still is looked at.
 const LOOK_AFTER: Duration = Duration::from_micros(300);
+/// Between two looks at whether the threads stand still: they may need this processor for that.
+const PAUSE: Duration = Duration::from_micros(20);
 /// Names of the agent's own threads begin with this; they go on.
 const OWN_THREADS: &str = "pagefold-";
+/// How many of them run first, and for how long at most: a program may give any of its threads such a name.
+const FIRST_THREADS_MAX: usize = 2;
+const FIRST_MS_MAX: i32 = 20;
 
 /// Why a program could not be stopped.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +57,10 @@ pub struct Stopped {
     tracer: Tracer,
     pid: i32,
     threads: BTreeMap<i32, State>,
+    /// The agent's.
+    own: Vec<i32>,
+    /// When the first of them was asked to stand still.
+    since: Instant,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +83,14 @@ pub fn with_stopped<T: Send>(pid: i32, act: impl FnOnce(&Stopped) -> T + Send) -
         let tracing = thread::Builder::new().name("tracer".into()).stack_size(256 << 10).spawn_scoped(scope, || {
             // A worker that donates idle time would let the program stand still for as long as others have work.
             let _ = sched::take_ordinary_time();
-            let mut stopped = Stopped { tracer: Tracer::default(), pid, threads: BTreeMap::new() };
+            let _ = sched::take_first_turn(0);
+            let mut stopped = Stopped {
+                tracer: Tracer::default(),
+                pid,
+                threads: BTreeMap::new(),
+                own: Vec::new(),
+                since: Instant::now(),
+            };
             let result = stopped.stop();
             let done = result.map(|()| act(&stopped));
             stopped.resume();
@@ -87,13 +107,30 @@ impl Stopped {
         self.threads.iter().filter(|(_, state)| matches!(state, State::Still(_))).map(|(thread, _)| *thread)
     }
 
+    /// For how long its first thread stands still.
+    pub fn elapsed(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// The agent's threads run first until there is an answer at `answers`; false if it took too long: they do not then.
+    pub fn hurry(&self, answers: &Fd) -> bool {
+        let first = self.own.iter().take(FIRST_THREADS_MAX);
+        let before: Vec<_> = first.filter_map(|thread| Some((thread, sched::take_first_turn(*thread).ok()?))).collect();
+        let mut polls = [libc::pollfd { fd: answers.raw(), events: libc::POLLIN, revents: 0 }];
+        let came = before.is_empty() || fd::poll(&mut polls, FIRST_MS_MAX).is_ok_and(|ready| ready > 0);
+        for (thread, turn) in before {
+            let _ = turn.give_back(*thread);
+        }
+        came
+    }
+
     /// The calling thread as their tracer.
     pub const fn tracer(&self) -> &Tracer {
         &self.tracer
     }
 
     fn stop(&mut self) -> Result<(), StopError> {
-        let began = Instant::now();
+        let began = self.since;
         loop {
             let any_new = self.ask_new_threads()?;
             if !any_new && self.threads.values().all(|state| *state != State::Asked) {
@@ -111,7 +148,11 @@ impl Stopped {
     fn ask_new_threads(&mut self) -> Result<bool, StopError> {
         let mut any = false;
         for thread in procfs::threads(self.pid).map_err(|_| StopError::Ended)? {
-            if self.threads.contains_key(&thread) || is_own(self.pid, thread) {
+            if self.threads.contains_key(&thread) || self.own.contains(&thread) {
+                continue;
+            }
+            if is_own(self.pid, thread) {
+                self.own.push(thread);
                 continue;
             }
             any = true;
@@ -151,7 +192,7 @@ impl Stopped {
                     return Err(StopError::Late(late));
                 }
             }
-            thread::yield_now();
+            thread::sleep(PAUSE);
         }
         Ok(())
     }
@@ -303,18 +344,54 @@ mod tests {
         assert!(matches!(with_stopped(pid, |_| ()), Err(StopError::Ended)));
     }
 
+    fn policy(thread: i32) -> i32 {
+        // SAFETY: returns a number.
+        unsafe { libc::sched_getscheduler(thread) }
+    }
+
+    const FIRST: i32 = libc::SCHED_RR | libc::SCHED_RESET_ON_FORK;
+
     /// Also on a busy machine, for a worker of idle priority.
     #[test]
-    fn a_program_stands_still_at_ordinary_priority() {
+    fn a_program_stands_still_for_no_turn_of_others() {
         let program = Program::start(&["sleep", "60"]);
         let pid = program.pid();
-        let policy = thread::spawn(move || {
+        let policies = thread::spawn(move || {
             sched::donate_idle_time().unwrap();
-            // SAFETY: returns a number.
-            let policy = || unsafe { libc::sched_getscheduler(0) };
-            (policy(), with_stopped_at_last(pid, |_| policy()).unwrap())
+            (policy(0), with_stopped_at_last(pid, |_| policy(0)).unwrap(), policy(0))
         });
-        assert_eq!(policy.join().unwrap(), (libc::SCHED_IDLE, libc::SCHED_OTHER));
+        let may = sched::take_first_turn(pid).is_ok();
+        let while_stopped = if may { FIRST } else { libc::SCHED_OTHER };
+        assert_eq!(policies.join().unwrap(), (libc::SCHED_IDLE, while_stopped, libc::SCHED_IDLE));
+    }
+
+    #[test]
+    fn the_agents_thread_runs_first_until_it_answers_or_takes_too_long() {
+        let program = Program::start(&["sleep", "60"]);
+        let pid = program.pid();
+        let Ok(before) = sched::take_first_turn(pid) else {
+            return println!("SKIPPED: needs CAP_SYS_NICE");
+        };
+        before.give_back(pid).unwrap();
+        assert_eq!(policy(pid), libc::SCHED_OTHER);
+        let stopped = Stopped {
+            tracer: Tracer::default(),
+            pid,
+            threads: BTreeMap::new(),
+            own: vec![pid],
+            since: Instant::now(),
+        };
+        let answers = pagefold_os::wait::Bell::new().unwrap();
+        assert!(!stopped.hurry(answers.fd()), "nothing came");
+        assert_eq!(policy(pid), libc::SCHED_OTHER);
+        answers.ring();
+        assert!(stopped.hurry(answers.fd()));
+        assert_eq!(policy(pid), libc::SCHED_OTHER);
+        // Of a tracer that was killed meanwhile.
+        sched::take_first_turn(pid).unwrap();
+        assert_eq!(policy(pid), FIRST);
+        assert!(stopped.hurry(answers.fd()));
+        assert_eq!(policy(pid), libc::SCHED_OTHER);
     }
 
     #[test]

@@ -23,6 +23,66 @@ pub fn take_ordinary_time() -> Result<()> {
     unsafe { syscall!(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, core::ptr::from_ref(&param)) }.map(drop)
 }
 
+/// How a thread competes for processors.
+#[derive(Clone, Copy)]
+pub struct Turn(libc::sched_attr);
+
+impl Turn {
+    const SIZE: u32 = size_of::<libc::sched_attr>() as u32;
+    /// Threads that it starts compete as threads usually do.
+    const NOT_INHERITED: u64 = 1;
+
+    const ORDINARY: Turn = Turn(libc::sched_attr {
+        size: Turn::SIZE,
+        sched_policy: libc::SCHED_OTHER as u32,
+        sched_flags: 0,
+        sched_nice: 0,
+        sched_priority: 0,
+        sched_runtime: 0,
+        sched_deadline: 0,
+        sched_period: 0,
+    });
+
+    /// Before all threads that compete as usual, and in turns with others like it: for moments only.
+    const FIRST: Turn = Turn(libc::sched_attr {
+        sched_policy: libc::SCHED_RR as u32,
+        sched_flags: Turn::NOT_INHERITED,
+        sched_priority: 1,
+        ..Turn::ORDINARY.0
+    });
+
+    fn of(thread: i32) -> Result<Turn> {
+        let mut turn = Turn::ORDINARY;
+        // SAFETY: the kernel writes as much as the structure has.
+        unsafe { syscall!(libc::SYS_sched_getattr, thread, core::ptr::from_mut(&mut turn.0), Turn::SIZE, 0) }?;
+        // What the kernel shows of an ordinary thread is its usual slice, and would be taken for a wish.
+        turn.0.sched_runtime = 0;
+        let is_first = turn.0.sched_policy == libc::SCHED_RR as u32 && turn.0.sched_flags & Turn::NOT_INHERITED != 0;
+        // It is left from a process that was killed before it could give it back.
+        Ok(if is_first { Turn::ORDINARY } else { turn })
+    }
+
+    /// Has `thread` (0: the caller) compete so again.
+    ///
+    /// # Errors
+    /// As sched_setattr(2).
+    pub fn give_back(&self, thread: i32) -> Result<()> {
+        // SAFETY: the structure outlives the call.
+        unsafe { syscall!(libc::SYS_sched_setattr, thread, core::ptr::from_ref(&self.0), 0) }.map(drop)
+    }
+}
+
+/// Has `thread` (0: the caller) run before all threads that compete as usual, also of groups with little weight or a
+/// quota; returns how it competed before.
+///
+/// # Errors
+/// As sched_setattr(2): `EPERM` without `CAP_SYS_NICE`.
+pub fn take_first_turn(thread: i32) -> Result<Turn> {
+    let before = Turn::of(thread)?;
+    Turn::FIRST.give_back(thread)?;
+    Ok(before)
+}
+
 /// A set of processors, by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cpus([u64; Cpus::WORDS]);

@@ -1,4 +1,5 @@
 #include "common.h"
+#include "../bare_call.h"
 
 #include <dirent.h>
 #include <setjmp.h>
@@ -31,29 +32,7 @@ int page_is_zero(const void *page) {
     return 1;
 }
 
-long raw(long number, long a, long b, long c, long d, long e, long f) {
-#if defined(__x86_64__)
-    register long r10 __asm__("r10") = d;
-    register long r8 __asm__("r8") = e;
-    register long r9 __asm__("r9") = f;
-    long result;
-    __asm__ volatile("syscall"
-                     : "=a"(result)
-                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
-                     : "rcx", "r11", "memory");
-    return result;
-#else
-    register long x8 __asm__("x8") = number;
-    register long x0 __asm__("x0") = a;
-    register long x1 __asm__("x1") = b;
-    register long x2 __asm__("x2") = c;
-    register long x3 __asm__("x3") = d;
-    register long x4 __asm__("x4") = e;
-    register long x5 __asm__("x5") = f;
-    __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(x5) : "memory");
-    return x0;
-#endif
-}
+long raw(long number, long a, long b, long c, long d, long e, long f) { return bare_call(number, a, b, c, d, e, f); }
 
 size_t pool_pages(const void *start, size_t len) {
     FILE *maps = kept_maps ? kept_maps : fopen("/proc/thread-self/maps", "r");

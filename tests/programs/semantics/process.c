@@ -52,7 +52,7 @@ static unsigned long threads_by(int dir, const char *path) {
     CHECK(fstatat(dir, path, &at, 0) == 0, "fstatat %s", path);
     if (*path == '/') {
         CHECK(stat(path, &plain) == 0, "stat %s", path);
-        CHECK(plain.st_nlink == at.st_nlink, "%s has %lu and %lu links", path, plain.st_nlink, at.st_nlink);
+        CHECK(plain.st_nlink == at.st_nlink, "%s has %lu and %lu links", path, (unsigned long)plain.st_nlink, (unsigned long)at.st_nlink);
     }
     return at.st_nlink - 2;
 }
@@ -105,13 +105,13 @@ static void tasks(void) {
     snprintf(own, sizeof own, "/proc/%d/task", child);
     struct stat seen;
     CHECK(stat(own, &seen) == 0 && syscall(SYS_newfstatat, AT_FDCWD, own, &kernels, 0) == 0, "stat %s", own);
-    CHECK(seen.st_nlink == kernels.st_nlink || seen.st_nlink == kernels.st_nlink - 1, "%lu links", seen.st_nlink);
+    CHECK(seen.st_nlink == kernels.st_nlink || seen.st_nlink == kernels.st_nlink - 1, "%lu links", (unsigned long)seen.st_nlink);
     CHECK(seen.st_nlink >= 3, "a child without threads");
     kill(child, SIGKILL);
     waitpid(child, NULL, 0);
     char dir[] = "/tmp/tasks-XXXXXX";
     CHECK(mkdtemp(dir) && chdir(dir) == 0 && mkdir("self", 0700) == 0 && mkdir("self/task", 0700) == 0, "a directory");
-    CHECK(stat("self/task", &seen) == 0 && seen.st_nlink <= 2 && seen.st_nlink >= 1, "%lu links of a directory", seen.st_nlink);
+    CHECK(stat("self/task", &seen) == 0 && seen.st_nlink <= 2 && seen.st_nlink >= 1, "%lu links of a directory", (unsigned long)seen.st_nlink);
     CHECK(rmdir("self/task") == 0 && rmdir("self") == 0 && rmdir(dir) == 0, "rmdir");
     CHECK(stat("self/task", &seen) == -1 && errno == ENOENT, "stat of nothing");
     CHECK(fstatat(proc, "", &seen, AT_EMPTY_PATH) == 0 && S_ISDIR(seen.st_mode), "fstatat of a descriptor");

@@ -2,6 +2,7 @@
 
 use crate::clients::connection::Connection;
 use pagefold_merge::client::Gone;
+use pagefold_os::fd::Fd;
 use pagefold_os::{Errno, sched, sock};
 use pagefold_protocol::message::{LIST_MAX, Op, Packet};
 use std::sync::Arc;
@@ -31,7 +32,21 @@ impl AgentRequests {
         b: u64,
         fds: &[i32],
     ) -> Result<Result<usize, Errno>, Gone> {
+        self.ask_then(op, count, a, b, fds, |_| ())
+    }
+
+    /// As [`ask_for`](Self::ask_for); calls `sent` with the socket before it waits for the answer there.
+    pub(super) fn ask_then(
+        &mut self,
+        op: Op,
+        count: usize,
+        a: u64,
+        b: u64,
+        fds: &[i32],
+        sent: impl FnOnce(&Fd),
+    ) -> Result<Result<usize, Errno>, Gone> {
         self.send(op, count, a, b, fds)?;
+        sent(&self.socket);
         let mut buffer = [0; size_of::<Packet>()];
         let got = self.socket.receive_plain(&mut buffer).map_err(|_| Gone)?;
         self.answer_of(op, &buffer[..got])

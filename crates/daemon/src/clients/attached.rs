@@ -2,7 +2,7 @@
 
 use crate::clients::handshake::GreetError;
 use pagefold_entry::layout::Traces;
-use pagefold_entry::stop::{StopError, with_stopped};
+use pagefold_entry::stop::{StopError, Stopped, with_stopped};
 use pagefold_os::fd::Fd;
 use pagefold_os::{Range, sched, sock};
 use pagefold_protocol::message::{HELLO_ATTACHED, Packet};
@@ -17,6 +17,27 @@ pub(crate) struct Attached {
     process: Fd,
     /// How often its threads were stopped, for how long in all, and at most, in nanoseconds.
     stops: [AtomicU64; 3],
+    /// Until then its agent does not run first: it kept others waiting for too long.
+    slow_until_ns: AtomicU64,
+}
+
+/// For so long an agent that took too long competes as usual.
+const SLOW_NS: u64 = 10_000_000_000;
+
+/// An attached process whose threads stand still.
+pub(crate) struct Still<'a> {
+    process: &'a Attached,
+    stopped: &'a Stopped,
+}
+
+impl Still<'_> {
+    /// The agent was asked: it runs first until its answer can be read at `answers`.
+    pub(crate) fn hurry(&self, answers: &Fd) {
+        let now = sched::monotonic_ns();
+        if now >= self.process.slow_until_ns.load(Ordering::Relaxed) && !self.stopped.hurry(answers) {
+            self.process.slow_until_ns.store(now + SLOW_NS, Ordering::Relaxed);
+        }
+    }
 }
 
 /// Why `act` of [`Attached::while_stopped`] did not run.
@@ -42,21 +63,20 @@ impl Attached {
         if sock::has_ended(&process) {
             return Err(GreetError::HungUp);
         }
-        Ok(Some(Arc::new(Attached { traces, process, stops: Default::default() })))
+        Ok(Some(Arc::new(Attached { traces, process, stops: Default::default(), slow_until_ns: AtomicU64::new(0) })))
     }
 
     /// Runs `act` while all threads of the program stand still but the agent's: no call of an attached program is followed.
     ///
     /// # Errors
     /// [`NotStopped`]; the program goes on then, and `act` did not run.
-    pub(crate) fn while_stopped<T: Send>(&self, act: impl FnOnce() -> T + Send) -> Result<T, NotStopped> {
+    pub(crate) fn while_stopped<T: Send>(&self, act: impl FnOnce(&Still<'_>) -> T + Send) -> Result<T, NotStopped> {
         if self.has_ended() {
             return Err(NotStopped::Ended);
         }
-        let done = with_stopped(self.traces.pid, |_| {
-            let began = sched::monotonic_ns();
-            let done = act();
-            let ns = sched::monotonic_ns() - began;
+        let done = with_stopped(self.traces.pid, |stopped| {
+            let done = act(&Still { process: self, stopped });
+            let ns = stopped.elapsed().as_nanos() as u64;
             self.stops[0].fetch_add(1, Ordering::Relaxed);
             self.stops[1].fetch_add(ns, Ordering::Relaxed);
             self.stops[2].fetch_max(ns, Ordering::Relaxed);

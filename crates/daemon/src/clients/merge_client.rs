@@ -136,7 +136,7 @@ impl MergeClient {
     ) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
         let requests = &mut self.requests;
         let Some((process, _)) = &self.attached else { return requests.ask_for(op, count, a, 0, fds) };
-        match process.while_stopped(|| requests.ask_for(op, count, a, 0, fds)) {
+        match process.while_stopped(|still| requests.ask_then(op, count, a, 0, fds, |socket| still.hurry(socket))) {
             Ok(answer) => answer,
             Err(NotStopped::Ended) => Err(Gone),
             Err(NotStopped::Busy) => Ok(Err(pagefold_os::Errno(libc::EBUSY))),

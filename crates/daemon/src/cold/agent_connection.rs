@@ -3,8 +3,9 @@
 //! The channel's content is not trusted: pages are copied before they are stored, and whether a page left the client is read
 //! from the residency map, under its owner lock.
 
-use crate::clients::attached::{Attached, NotStopped};
+use crate::clients::attached::{Attached, NotStopped, Still};
 use crate::clients::connection::Connection;
+use pagefold_os::fd::Fd;
 use pagefold_os::{ADDRESS_END, Errno, PAGE_SIZE, Range, sched, sock};
 use pagefold_protocol::channel::Channel;
 use pagefold_protocol::message::{EVICT_BUSY, EvictEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet, RegionEntry};
@@ -50,12 +51,17 @@ impl AgentConnection {
         self.ask_with(op, count, 0, 0)
     }
 
-    /// Asks, and returns the count of the answer: 0 where the agent refuses, and nothing that stands in the channel is an
-    /// answer then.
     fn ask_with(&mut self, op: Op, count: usize, a: u64, b: u64) -> Result<usize, Gone> {
+        self.ask_then(op, count, a, b, |_| ())
+    }
+
+    /// Asks, calls `sent` with the socket, and returns the count of the answer that comes there: 0 where the agent refuses,
+    /// and nothing that stands in the channel is an answer then.
+    fn ask_then(&mut self, op: Op, count: usize, a: u64, b: u64, sent: impl FnOnce(&Fd)) -> Result<usize, Gone> {
         self.sequence += 1;
         let request = Packet { sequence: self.sequence, count: count as u64, a, b, ..Packet::new(op) };
         sock::send(&self.socket, request.bytes(), &[]).map_err(|_| Gone)?;
+        sent(&self.socket);
         let mut buffer = [0; size_of::<Packet>()];
         let got = self.socket.receive_plain(&mut buffer).map_err(|_| Gone)?;
         let answer = Packet::parse(&buffer[..got]).ok_or(Gone)?;
@@ -144,10 +150,13 @@ impl AgentConnection {
     pub(crate) fn drop_pages(&mut self, entries: &[EvictEntry]) -> Result<Vec<u32>, Gone> {
         entries.iter().enumerate().for_each(|(index, entry)| self.channel.put_request(index, *entry));
         let attached = self.attached.clone();
-        let mut ask = || self.ask_with(Op::ColdEvict, entries.len(), sched::quick_monotonic_ns(), 0);
+        let mut ask = |still: Option<&Still<'_>>| {
+            let hurry = |socket: &Fd| still.iter().for_each(|still| still.hurry(socket));
+            self.ask_then(Op::ColdEvict, entries.len(), sched::quick_monotonic_ns(), 0, hurry)
+        };
         let asked = match attached {
-            None => ask(),
-            Some(process) => process.while_stopped(ask).unwrap_or_else(|why| match why {
+            None => ask(None),
+            Some(process) => process.while_stopped(|still| ask(Some(still))).unwrap_or_else(|why| match why {
                 NotStopped::Ended => Err(Gone),
                 NotStopped::Busy => Ok(0),
             }),
