@@ -131,6 +131,35 @@ fn a_working_program_is_attached_and_left_again_and_again() {
     }
 }
 
+/// While a debugger has a thread of the program, what the entry left cannot be taken out.
+#[test]
+fn a_detach_that_did_not_get_to_its_end_is_ended_by_the_next() {
+    let Some(program) = program() else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let mut server = start(program, 2);
+    let before = shape(server.pid());
+    attach(&daemon, &server);
+    let pid = server.pid();
+    let (over, ended) = std::sync::mpsc::channel::<()>();
+    let (seized, has_seized) = std::sync::mpsc::channel();
+    let debugger = std::thread::spawn(move || {
+        // SAFETY: has this thread trace a child of ours, until it ends.
+        let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
+        seized.send(result).expect("somebody waits");
+        let _ = ended.recv();
+    });
+    assert_eq!(has_seized.recv().expect("it says so"), 0, "{}", io::Error::last_os_error());
+    let said = daemon.tool(&["detach", &pid.to_string()]);
+    assert!(!said.status.success(), "a debugger has it");
+    drop(over);
+    debugger.join().expect("it ends");
+    detach(&daemon, &server);
+    assert_eq!(shape(pid), before);
+    server.check("check 1");
+    let said = daemon.tool(&["detach", &pid.to_string()]);
+    assert!(String::from_utf8_lossy(&said.stderr).contains("it is no client"), "it was left");
+}
+
 /// The daemon is the tracer: whatever step of an entry, merge or leave it is at, the program goes on as if nothing had been.
 #[test]
 fn a_tracer_that_is_killed_at_any_instant_is_not_missed() {

@@ -1,6 +1,6 @@
 //! A daemon with a keeper, for the tests of the cold tier.
 
-use super::{PATIENCE, Reaped, TOOL, ask, c_program, comes, skipped, wait_for};
+use super::{PATIENCE, Reaped, TOOL, ask, c_program, comes, wait_for};
 pub use pagefold_os::procfs::has_ended;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};

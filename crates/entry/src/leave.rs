@@ -1,6 +1,6 @@
 //! What an entry left in a program is taken out again.
 
-use crate::agent_thread::wait_for_end;
+use crate::agent_thread::{has_agent, wait_for_end};
 use crate::error::{EntryError, step};
 use crate::instructions;
 use crate::layout::{Layout, Traces};
@@ -19,7 +19,7 @@ const TRIES: usize = 20;
 /// Has the agent leave, and takes out of the program what its entry has left. No page may be merged any more.
 ///
 /// # Errors
-/// [`EntryError::Busy`] if the agent does not end in time; [`EntryError::Gone`] if the program has ended.
+/// [`EntryError::Busy`] if the agent does not end in time, or no moment is found to take the rest out: to be called again; [`EntryError::Gone`] if the program has ended.
 pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     if procfs::start_time(traces.pid) != Some(traces.started) {
         return Err(EntryError::Gone);
@@ -29,10 +29,13 @@ pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     if procfs::start_time(traces.pid) != Some(traces.started) {
         return Err(EntryError::Gone);
     }
-    let order = Layout(traces.image).page() + offset_of!(EntryPage, order) as u64;
-    memory.write(order, &order::LEAVE.to_ne_bytes()).map_err(step("telling the agent to leave"))?;
-    if !wait_for_end(traces.pid, traces.image) {
-        return Err(EntryError::Busy("the agent has not ended".into()));
+    // It may have ended since an earlier call, which has not waited for so long.
+    if has_agent(traces.pid) {
+        let order = Layout(traces.image).page() + offset_of!(EntryPage, order) as u64;
+        memory.write(order, &order::LEAVE.to_ne_bytes()).map_err(step("telling the agent to leave"))?;
+        if !wait_for_end(traces.pid, traces.image) {
+            return Err(EntryError::Busy("the agent has not ended".into()));
+        }
     }
     clear_soon(traces.pid, instructions::range(traces.code))
 }

@@ -374,13 +374,8 @@ mod tests {
         };
         before.give_back(pid).unwrap();
         assert_eq!(policy(pid), libc::SCHED_OTHER);
-        let stopped = Stopped {
-            tracer: Tracer::default(),
-            pid,
-            threads: BTreeMap::new(),
-            own: vec![pid],
-            since: Instant::now(),
-        };
+        let stopped =
+            Stopped { tracer: Tracer::default(), pid, threads: BTreeMap::new(), own: vec![pid], since: Instant::now() };
         let answers = pagefold_os::wait::Bell::new().unwrap();
         assert!(!stopped.hurry(answers.fd()), "nothing came");
         assert_eq!(policy(pid), libc::SCHED_OTHER);
