@@ -143,10 +143,15 @@ static void move_in_handler(int signal) {
     moved = mremap(memory, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target);
 }
 
-/* As long as SIGSTKSZ has been for decades. */
+/* As long as SIGSTKSZ has been on x86-64 for decades, or as long as this processor wants it. */
 static int move_on_small_stack(void) {
-    static uint8_t small[8192];
-    stack_t stack = {.ss_sp = small, .ss_size = sizeof small};
+    static uint8_t small[1 << 20];
+    long wanted = sysconf(_SC_SIGSTKSZ);
+#if defined(__x86_64__)
+    wanted = 8192;
+#endif
+    if (wanted <= 0 || (size_t)wanted > sizeof small) return 1;
+    stack_t stack = {.ss_sp = small, .ss_size = (size_t)wanted};
     struct sigaction action = {.sa_handler = move_in_handler, .sa_flags = SA_ONSTACK};
     target = map(pages * PAGE);
     if (sigaltstack(&stack, NULL) != 0 || sigaction(SIGUSR1, &action, NULL) != 0 || raise(SIGUSR1) != 0) return 1;
