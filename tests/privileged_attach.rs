@@ -145,7 +145,7 @@ fn a_detach_that_did_not_get_to_its_end_is_ended_by_the_next() {
     let debugger = std::thread::spawn(move || {
         // SAFETY: has this thread trace a child of ours, until it ends.
         let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
-        seized.send(result).expect("somebody waits");
+        seized.send(result).expect("the test waits");
         let _ = ended.recv();
     });
     assert_eq!(has_seized.recv().expect("it says so"), 0, "{}", io::Error::last_os_error());

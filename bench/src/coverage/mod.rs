@@ -2,8 +2,8 @@
 //!
 //! Three instances of each kind hold the same bytes ([`kinds`]). Their memory, the sum of Pss of all processes, is measured
 //! with nothing, with KSM at full speed, with `pagefold attach` once they hold the data, and under `pagefold run --manage
-//! all`. Saved is the difference to the memory with nothing; what the engine takes for itself stands beside it. Each instance
-//! compares every byte afterwards.
+//! all`. Saved is the difference to the memory with nothing; what the engine takes for itself stands beside it. Each
+//! instance compares every byte afterwards.
 
 mod kinds;
 mod way;

@@ -19,7 +19,8 @@ const TRIES: usize = 20;
 /// Has the agent leave, and takes out of the program what its entry has left. No page may be merged any more.
 ///
 /// # Errors
-/// [`EntryError::Busy`] if the agent does not end in time, or no moment is found to take the rest out: to be called again; [`EntryError::Gone`] if the program has ended.
+/// [`EntryError::Busy`] if the agent does not end in time, or no moment is found to take the rest out: to be called again;
+/// [`EntryError::Gone`] if the program has ended.
 pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     if procfs::start_time(traces.pid) != Some(traces.started) {
         return Err(EntryError::Gone);

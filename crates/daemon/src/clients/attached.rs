@@ -24,7 +24,7 @@ pub(crate) struct Attached {
 /// For so long an agent that took too long competes as usual.
 const SLOW_NS: u64 = 10_000_000_000;
 
-/// An attached process whose threads stand still.
+/// An attached process that stands still.
 pub(crate) struct Still<'a> {
     process: &'a Attached,
     stopped: &'a Stopped,

@@ -31,7 +31,7 @@ pub struct Daemon {
     pub(crate) forked_children: Arc<ForkedChildren>,
     /// Programs that an operator detached, by number and start time: no rule attaches them again.
     pub(crate) detached: Mutex<BTreeSet<(i32, u64)>>,
-    /// What is still in programs whose agents were told to leave, by process.
+    /// What is still in programs that are being left, by process.
     pub(crate) leaving: Mutex<BTreeMap<i32, Traces>>,
     pub(crate) refusals: Refusals,
     pub(crate) looks: Looks,
