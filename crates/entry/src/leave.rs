@@ -1,10 +1,11 @@
 //! What an entry left in a program is taken out again.
 
-use crate::agent_thread::{has_agent, wait_for_end};
+use crate::agent_thread::wait_for_end;
 use crate::error::{EntryError, step};
 use crate::instructions;
 use crate::layout::{Layout, Traces};
 use crate::look::open_memory;
+use crate::memory;
 use crate::registers::at_of;
 use crate::stop::with_stopped;
 use pagefold_os::{Range, procfs};
@@ -19,8 +20,8 @@ const TRIES: usize = 20;
 /// Has the agent leave, and takes out of the program what its entry has left. No page may be merged any more.
 ///
 /// # Errors
-/// [`EntryError::Busy`] if the agent does not end in time, or no moment is found to take the rest out: to be called again;
-/// [`EntryError::Gone`] if the program has ended.
+/// [`EntryError::Busy`] if the agent does not end in time, or no moment is found to take the rest out: then
+/// [`clear_unfinished`] does; [`EntryError::Gone`] if the program has ended.
 pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     if procfs::start_time(traces.pid) != Some(traces.started) {
         return Err(EntryError::Gone);
@@ -30,15 +31,23 @@ pub fn leave(traces: &Traces) -> Result<(), EntryError> {
     if procfs::start_time(traces.pid) != Some(traces.started) {
         return Err(EntryError::Gone);
     }
-    // It may have ended since an earlier call, which has not waited for so long.
-    if has_agent(traces.pid) {
-        let order = Layout(traces.image).page() + offset_of!(EntryPage, order) as u64;
-        memory.write(order, &order::LEAVE.to_ne_bytes()).map_err(step("telling the agent to leave"))?;
-        if !wait_for_end(traces.pid, traces.image) {
-            return Err(EntryError::Busy("the agent has not ended".into()));
-        }
+    let order = Layout(traces.image).page() + offset_of!(EntryPage, order) as u64;
+    memory.write(order, &order::LEAVE.to_ne_bytes()).map_err(step("telling the agent to leave"))?;
+    if !wait_for_end(traces.pid, traces.image) {
+        return Err(EntryError::Busy("the agent has not ended".into()));
     }
     clear_soon(traces.pid, instructions::range(traces.code))
+}
+
+/// Takes out what an entry, or a leave, that did not get to its end has left in process `pid`, which has no agent; false if
+/// there is nothing.
+///
+/// # Errors
+/// [`EntryError::Busy`] if no moment is found; as opening the program's memory.
+pub fn clear_unfinished(pid: i32) -> Result<bool, EntryError> {
+    let maps = procfs::maps(pid).map_err(|_| EntryError::Gone)?;
+    let left = memory::unfinished(&open_memory(pid)?, &maps, &instructions::MARK);
+    left.map_or(Ok(false), |left| clear_soon(pid, left).map(|()| true))
 }
 
 /// Takes the instructions out of the program again, at a moment at which no thread executes them.

@@ -82,8 +82,9 @@ pub fn with_stopped<T: Send>(pid: i32, act: impl FnOnce(&Stopped) -> T + Send) -
     thread::scope(|scope| {
         let tracing = thread::Builder::new().name("tracer".into()).stack_size(256 << 10).spawn_scoped(scope, || {
             // A worker that donates idle time would let the program stand still for as long as others have work.
-            let _ = sched::take_ordinary_time();
-            let _ = sched::take_first_turn(0);
+            if sched::take_first_turn(0).is_err() {
+                let _ = sched::take_ordinary_time();
+            }
             let mut stopped = Stopped {
                 tracer: Tracer::default(),
                 pid,

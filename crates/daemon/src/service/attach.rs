@@ -13,7 +13,7 @@ use pagefold_entry::enter::{ColdOptions, Entered, Settings, enter};
 use pagefold_entry::error::EntryError;
 use pagefold_entry::image::AgentImage;
 use pagefold_entry::layout::Traces;
-use pagefold_entry::leave::leave;
+use pagefold_entry::leave::{clear_unfinished, leave};
 use pagefold_entry::look::FILTERS_CURE;
 use pagefold_entry::merged_by_ksm::set_merged_by_ksm;
 use pagefold_merge::client::Gone;
@@ -250,7 +250,15 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, Strin
     while !is_client(daemon, pid) && has_agent(pid) && began.elapsed() < GREETS_AGAIN {
         thread::sleep(Duration::from_millis(10));
     }
-    let Some(traces) = traces_in(daemon, pid).or_else(|| still_leaving(daemon, pid)) else {
+    let Some(traces) = traces_in(daemon, pid) else {
+        if !is_client(daemon, pid) && !has_agent(pid) && may_ask(pid, asker).is_ok() {
+            // Of a detach that did not get to its end.
+            match clear_unfinished(pid) {
+                Ok(true) => return Ok(0),
+                Err(error @ EntryError::Busy(_)) => return Err(error.to_string()),
+                _ => {}
+            }
+        }
         if let Some(stat) = ksm::of_process(pid).filter(|stat| stat.merges_all == Some(true) && !is_client(daemon, pid))
         {
             may_ask(pid, asker)?;
@@ -287,9 +295,7 @@ pub(crate) fn detach(daemon: &Daemon, pid: i32, asker: u32) -> Result<u64, Strin
                 .into(),
         );
     }
-    lock(&daemon.leaving).insert(pid, traces);
     leave(&traces).map_err(|error| error.to_string())?;
-    lock(&daemon.leaving).remove(&pid);
     leave_alone(daemon, traces.pid, Some(traces.started));
     daemon.live.forget(|client| client.shared.pid == pid);
     Ok(count)
@@ -316,13 +322,6 @@ pub(crate) fn make_private(daemon: &Daemon, pid: i32) -> Result<(u64, u64), Gone
         };
     }
     Ok((pages, all_left))
-}
-
-/// What is still in process `pid`, where an earlier detach did not get to its end.
-fn still_leaving(daemon: &Daemon, pid: i32) -> Option<Traces> {
-    let mut leaving = lock(&daemon.leaving);
-    leaving.retain(|pid, traces| procfs::start_time(*pid) == Some(traces.started));
-    leaving.get(&pid).copied()
 }
 
 /// No rule attaches the process again.

@@ -7,11 +7,10 @@ use crate::clients::refusals::Refusals;
 use crate::cold::tiers::Tiers;
 use crate::config::Config;
 use crate::history::History;
-use pagefold_entry::layout::Traces;
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd;
 use pagefold_os::wait::Bell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -31,8 +30,6 @@ pub struct Daemon {
     pub(crate) forked_children: Arc<ForkedChildren>,
     /// Programs that an operator detached, by number and start time: no rule attaches them again.
     pub(crate) detached: Mutex<BTreeSet<(i32, u64)>>,
-    /// What is still in programs that are being left, by process.
-    pub(crate) leaving: Mutex<BTreeMap<i32, Traces>>,
     pub(crate) refusals: Refusals,
     pub(crate) looks: Looks,
     /// `/dev/userfaultfd`, which clients without the privilege to open it are handed.
@@ -64,7 +61,6 @@ impl Daemon {
             forked_children: ForkedChildren::new(config.socket.clone()),
             config,
             detached: Mutex::default(),
-            leaving: Mutex::default(),
             refusals: Refusals::default(),
             looks: Looks::default(),
             userfault_device: uffd::open_device().ok(),
