@@ -364,15 +364,17 @@ impl MappedFile {
     /// The kernel's.
     pub fn each_resident(&self, mut found: impl FnMut(u64)) -> io::Result<()> {
         // In parts, since the kernel writes a byte for each page: for a file with large holes these would be many.
-        let mut flags = vec![0u8; self.size.div_ceil(PAGE as usize).min(1 << 18)];
-        for from in (0..self.size).step_by(flags.len() * PAGE as usize) {
-            let part = (self.size - from).min(flags.len() * PAGE as usize);
-            // SAFETY: the range is in the mapping that `self` owns, and the vector has a byte for each page of it.
-            if unsafe { libc::mincore(self.start.byte_add(from), part, flags.as_mut_ptr()) } != 0 {
-                return Err(io::Error::last_os_error());
-            }
-            let pages = flags[..part.div_ceil(PAGE as usize)].iter().zip(from as u64 / PAGE..);
-            pages.filter(|(flag, _)| **flag & 1 == 1).for_each(|(_, page)| found(page));
+        let part_pages = self.size.div_ceil(PAGE as usize).min(1 << 18);
+        for from in (0..self.size).step_by(part_pages * PAGE as usize) {
+            let part = (self.size - from).min(part_pages * PAGE as usize);
+            let here = in_any_look(part.div_ceil(PAGE as usize), |flags| {
+                // SAFETY: the range is in the mapping that `self` owns, and `flags` has a byte for each page of it.
+                if unsafe { libc::mincore(self.start.byte_add(from), part, flags.as_mut_ptr()) } != 0 {
+                    return Err(io::Error::last_os_error());
+                }
+                Ok(())
+            })?;
+            here.iter().zip(from as u64 / PAGE..).filter(|(flag, _)| **flag & 1 == 1).for_each(|(_, page)| found(page));
         }
         Ok(())
     }
@@ -411,6 +413,28 @@ impl MappedFile {
         File::open("/proc/self/pagemap")?.read_exact_at(&mut raw, self.start as u64 / PAGE * ENTRY_BYTES as u64)?;
         Ok(PageEntry::all(&raw).map(PageEntry::frame).collect())
     }
+}
+
+/// How often mincore(2) is asked about pages, of which the kernel goes on moving some.
+const RESIDENT_LOOKS: u32 = 8;
+
+/// For each of `pages` pages 1 if a look found it in memory. A page that the kernel moves (compaction) is not there for a
+/// moment, as mincore(2) has it. So a page is absent if it was in two looks, and further ones while a look finds more.
+fn in_any_look(pages: usize, mut look: impl FnMut(&mut [u8]) -> io::Result<()>) -> io::Result<Vec<u8>> {
+    let (mut here, mut flags) = (vec![0; pages], vec![0; pages]);
+    for round in 0..RESIDENT_LOOKS {
+        look(&mut flags)?;
+        let (mut more, mut absent) = (false, false);
+        for (here, flag) in here.iter_mut().zip(&flags) {
+            more |= flag & !*here & 1 == 1;
+            *here |= flag & 1;
+            absent |= *here == 0;
+        }
+        if !absent || (round > 0 && !more) {
+            break;
+        }
+    }
+    Ok(here)
 }
 
 impl Drop for MappedFile {
@@ -477,6 +501,37 @@ mod tests {
         })
         .and_then(Detaching::wait)
         .unwrap();
+    }
+
+    #[test]
+    fn a_page_that_moves_during_one_look_is_in_memory() {
+        // What looks one after the other find, and what is true then; the last look goes on.
+        let cases: [(&[&[u8]], &[u8], usize); 5] = [
+            (&[&[1, 1, 1]], &[1, 1, 1], 1),
+            (&[&[1, 0, 0]], &[1, 0, 0], 2),
+            (&[&[1, 0, 0], &[0, 1, 0]], &[1, 1, 0], 3),
+            (&[&[1, 0, 0], &[1, 1, 0], &[1, 1, 1]], &[1, 1, 1], 3),
+            // The other bits of a byte mean nothing yet.
+            (&[&[3, 2, 0xfe]], &[1, 0, 0], 2),
+        ];
+        for (looks, here, count) in cases {
+            let mut done = 0;
+            let found = in_any_look(3, |flags| {
+                flags.copy_from_slice(looks[done.min(looks.len() - 1)]);
+                done += 1;
+                Ok(())
+            });
+            assert_eq!((found.unwrap().as_slice(), done), (here, count), "{looks:?}");
+        }
+        let mut done = 0;
+        in_any_look(99, |flags| {
+            flags[done] = 1;
+            done += 1;
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(done, RESIDENT_LOOKS as usize, "a file that others read is looked at so often");
+        in_any_look(1, |_| Err(io::ErrorKind::PermissionDenied.into())).unwrap_err();
     }
 
     #[test]

@@ -8,6 +8,7 @@ use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::{Result, export, stat};
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
@@ -49,6 +50,31 @@ pub fn drop_cache(path: &Path) {
             break;
         }
         std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}
+
+/// A file whose pages stay in the page cache for as long as this lives, whatever the kernel evicts meanwhile.
+pub struct InMemory(*mut std::ffi::c_void, usize);
+
+impl InMemory {
+    /// Brings all of a file in.
+    pub fn new(path: &Path) -> InMemory {
+        let file = fs::File::open(path).unwrap();
+        let size = file.metadata().unwrap().len() as usize;
+        // SAFETY: a new mapping at an address of the kernel's choice, of which no byte is used.
+        unsafe {
+            let map =
+                rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ, MapFlags::SHARED, &file, 0).unwrap();
+            rustix::mm::mlock(map, size).unwrap();
+            InMemory(map, size)
+        }
+    }
+}
+
+impl Drop for InMemory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this one's own, and there is no reference to its bytes.
+        unsafe { rustix::mm::munmap(self.0, self.1).unwrap() };
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::common::build_dir;
 use crate::executable;
-use crate::fixture::{Fixture, Scratch, drop_cache, inodes, noise, sample, umount, unmount};
+use crate::fixture::{Fixture, InMemory, Scratch, drop_cache, inodes, noise, sample, umount, unmount};
 use pagefold_image::digest::Digest;
 use pagefold_image::mount::Options;
 use pagefold_image::progress::Progress;
@@ -37,6 +37,7 @@ fn equal_files_of_different_images_share_page_frames() {
     assert_eq!(stat::stat(&store, &[]).unwrap().1[0].mounts, 1);
     assert_eq!(saved(&store), 0, "nothing of the shared file is in memory yet");
     assert_eq!(fs::read(&mounts[0]).unwrap(), shared);
+    let _stays = InMemory::new(&object);
     // Reading one name made the other resident: both are the same memory.
     let pages = 5_000_000u64.div_ceil(4096) * 4096;
     assert_eq!(saved(&store), pages);
@@ -146,7 +147,7 @@ fn a_scan_counts_unknown_residency_as_unknown() {
         std::os::unix::fs::chown(tree.join(name), Some(owner), Some(owner)).unwrap();
     }
     drop_cache(&tree.join("others"));
-    fs::read(tree.join("own")).unwrap();
+    let _stays = InMemory::new(&tree.join("own"));
     let program = scratch.path().join("test-program");
     executable::copy(&std::env::current_exe().unwrap(), &program);
     let out = Command::new(&program)
@@ -201,10 +202,14 @@ fn memory_that_several_mounts_show_is_counted_once() {
     let record = build_dir(&store, "x", &tree).unwrap();
     mount::mount(&store, &record, &at, &Options::default()).unwrap();
     let object = store.object_path(&Digest::of(&content));
-    for path in
-        [layer.join("file"), layer.join("other"), plain.join("copy"), scratch.path().join("two-upper/other"), object]
-    {
-        drop_cache(&path);
+    for path in [
+        &layer.join("file"),
+        &layer.join("other"),
+        &plain.join("copy"),
+        &scratch.path().join("two-upper/other"),
+        &object,
+    ] {
+        drop_cache(path);
     }
     let dirs = vec![one.clone(), two.clone(), layer.clone(), plain.clone(), at.clone()];
     let held = || {
@@ -215,12 +220,14 @@ fn memory_that_several_mounts_show_is_counted_once() {
     };
     assert_eq!(held(), (0, 0, vec![(0, 0, 0); 5]));
     fs::read(one.join("file")).unwrap();
+    let _stays = InMemory::new(&layer.join("file"));
     let (all, none) = ((pages, pages, 0), (0, 0, 0));
     assert_eq!(held(), (pages, 0, vec![all, all, all, none, none]), "one memory, three names");
     // The copy, the written file and the image's object hold the same again.
     fs::read(plain.join("copy")).unwrap();
     fs::read(two.join("other")).unwrap();
     fs::read(at.join("in image")).unwrap();
+    let _stay = [plain.join("copy"), scratch.path().join("two-upper/other"), object].map(|path| InMemory::new(&path));
     let all = (pages, pages, pages);
     let others = [(2 * pages, pages, 2 * pages), all, (pages, 0, pages), (pages, 0, pages)];
     assert_eq!(held(), (4 * pages, 3 * pages, [vec![all], others.to_vec()].concat()));
