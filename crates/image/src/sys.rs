@@ -506,7 +506,8 @@ mod tests {
     #[test]
     fn a_page_that_moves_during_one_look_is_in_memory() {
         // What looks one after the other find, and what is true then; the last look goes on.
-        let cases: [(&[&[u8]], &[u8], usize); 5] = [
+        type Flags = &'static [u8];
+        let cases: [(&[Flags], Flags, usize); 5] = [
             (&[&[1, 1, 1]], &[1, 1, 1], 1),
             (&[&[1, 0, 0]], &[1, 0, 0], 2),
             (&[&[1, 0, 0], &[0, 1, 0]], &[1, 1, 0], 3),

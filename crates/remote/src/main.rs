@@ -14,6 +14,7 @@ mod parts;
 mod pull;
 mod push;
 mod registry;
+mod start_profile;
 
 use address::StoreAddress;
 use clap::{Parser, Subcommand};

@@ -8,12 +8,16 @@ use crate::downloads::Downloads;
 use crate::error::{Error, Result};
 use crate::parts;
 use crate::registry::Registry;
+use crate::start_profile;
 use oci_client::{Reference, RegistryOperation};
 use pagefold_image::build::Omissions;
 use pagefold_image::config::Limits;
+use pagefold_image::digest::Digest;
 use pagefold_image::oci::{Documents, Layer, LayerImport, Next, Platform};
+use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{BuildStats, ImageRecord, Store};
+use pagefold_os::sanitize::clean;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use tokio::runtime::Runtime;
@@ -40,6 +44,8 @@ struct Moved {
     /// Files of these that the store had, and their packed bytes.
     files_known: u64,
     bytes_known: u64,
+    /// Whether the image has a start profile now.
+    start_profile: bool,
 }
 
 /// Stores the image under `name`.
@@ -57,7 +63,8 @@ pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
     let registry = Registry::connect(reference, common.server.plain_http, common.server.timeout, operation);
     let registry = Arc::new(runtime.block_on(registry)?);
     let mut moved = Moved::default();
-    let documents = runtime.block_on(documents(&registry, wanted, limits, &mut moved))?;
+    let (documents, manifest) = runtime.block_on(documents(&registry, wanted, limits, &mut moved))?;
+    moved.manifest = manifest.to_string();
     let store = Store::open(&common.store, &common.domain)?;
     let build = store.build()?;
     let mut notes = Omissions::default();
@@ -102,11 +109,38 @@ pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
         moved.bytes_known += known.bytes;
     }
     downloads.remove()?;
+    bring_profile(runtime, &registry, &store, &record, manifest, &mut moved);
     report(&record, build.stats(), &moved, common.server.json)
 }
 
-/// Fetches the documents that lead to the layers.
-async fn documents(registry: &Registry, wanted: &Wanted, limits: Limits, moved: &mut Moved) -> Result<Documents> {
+/// Brings what a start of the image reads, as another host has recorded it, unless this one knows better.
+fn bring_profile(
+    runtime: &Runtime,
+    registry: &Registry,
+    store: &Store,
+    record: &ImageRecord,
+    manifest: Digest,
+    moved: &mut Moved,
+) {
+    if Profile::load(store, &record.digest).is_none() {
+        match runtime.block_on(start_profile::pull(registry, manifest, &mut moved.bytes_fetched)) {
+            Ok(profile) => start_profile::keep(store, &record.digest, profile),
+            Err(error) => {
+                let text = clean(&registry.name(error).to_string());
+                eprintln!("pagefold: note: {} came without its start profile: {text}", record.name);
+            }
+        }
+    }
+    moved.start_profile = Profile::load(store, &record.digest).is_some();
+}
+
+/// Fetches the documents that lead to the layers; also returns the manifest's digest.
+async fn documents(
+    registry: &Registry,
+    wanted: &Wanted,
+    limits: Limits,
+    moved: &mut Moved,
+) -> Result<(Documents, Digest)> {
     let platform = wanted.platform.as_ref();
     let (mut document, mut digest) = registry.manifest(None).await?;
     for _ in 0..DEPTH_MAX {
@@ -114,10 +148,9 @@ async fn documents(registry: &Registry, wanted: &Wanted, limits: Limits, moved: 
         match Next::parse(&document, platform)? {
             Next::Manifest(next, _) => (document, digest) = registry.manifest(Some(next)).await?,
             Next::Configuration(next, size) => {
-                moved.manifest = digest.to_string();
                 let configuration = registry.document(next, size).await?;
                 moved.bytes_fetched += configuration.len() as u64;
-                return Ok(Documents::parse(&document, &configuration, platform, limits)?);
+                return Ok((Documents::parse(&document, &configuration, platform, limits)?, digest));
             }
         }
     }
@@ -134,7 +167,7 @@ pub fn say_notes(record: &ImageRecord) {
         );
     }
     for note in &record.notes {
-        eprintln!("pagefold: note: {}", pagefold_os::sanitize::clean(note));
+        eprintln!("pagefold: note: {}", clean(note));
     }
 }
 
@@ -153,6 +186,7 @@ fn report(record: &ImageRecord, stats: &BuildStats, moved: &Moved, json: bool) -
         value["layers_in_parts"] = moved.layers_in_parts.into();
         value["files_known"] = moved.files_known.into();
         value["bytes_known"] = moved.bytes_known.into();
+        value["start_profile"] = moved.start_profile.into();
         format!("{value:#}")
     } else {
         let parts = match moved.layers_in_parts {

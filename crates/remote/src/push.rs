@@ -3,11 +3,14 @@
 use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
 use crate::registry::{Registry, retry};
+use crate::start_profile;
 use bytes::Bytes;
 use oci_client::errors::OciDistributionError;
 use oci_client::{Reference, RegistryOperation};
 use pagefold_image::export;
+use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
+use pagefold_os::sanitize::clean;
 use serde::Deserialize;
 use std::fs::{self, File};
 use std::io::Read;
@@ -30,7 +33,7 @@ struct Manifest {
     layers: Vec<Blob>,
 }
 
-/// Uploads the image `name` as one layer: only blobs that the registry lacks.
+/// Uploads the image `name` as one layer, only blobs that the registry lacks, and its start profile.
 ///
 /// # Errors
 /// No such image; a damaged object; a registry that fails or refuses the login.
@@ -69,13 +72,25 @@ pub fn push(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
     runtime.block_on(retry(send)).map_err(|error| registry.name(error))?;
     drop(progress);
     let whole = reference.whole();
+    let profile = Profile::load(&store, &record.digest);
+    let has_profile = profile.is_some_and(|profile| {
+        let recorded_s = Profile::recorded_s(&store, &record.digest);
+        let sent = runtime.block_on(start_profile::push(&registry, &bytes, &profile, recorded_s));
+        sent.map_err(|error| {
+            let text = clean(&registry.name(error).to_string());
+            eprintln!("pagefold: note: {whole} is pushed, its start profile is not: {text}");
+        })
+        .is_ok()
+    });
     let text = if common.server.json {
         let value = serde_json::json!({ "name": name, "reference": whole, "manifest": digest,
-            "blobs_known": known, "blobs_uploaded": uploaded, "bytes_uploaded": bytes_uploaded });
+            "blobs_known": known, "blobs_uploaded": uploaded, "bytes_uploaded": bytes_uploaded,
+            "start_profile": has_profile });
         format!("{value:#}")
     } else {
         let mib = mib(bytes_uploaded);
-        format!("{digest}  {whole}\nblobs: {known} known, {uploaded} uploaded, {mib:.1} MiB")
+        let profile = if has_profile { "; with its start profile" } else { "" };
+        format!("{digest}  {whole}\nblobs: {known} known, {uploaded} uploaded, {mib:.1} MiB{profile}")
     };
     say(&text)
 }

@@ -23,7 +23,10 @@ const MANIFESTS: &str = "application/vnd.oci.image.index.v1+json, application/vn
     application/vnd.docker.distribution.manifest.list.v2+json, application/vnd.docker.distribution.manifest.v2+json";
 
 /// The type of the manifests that are pushed.
-const MANIFEST: HeaderValue = HeaderValue::from_static("application/vnd.oci.image.manifest.v1+json");
+pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+
+/// The type of an index.
+pub const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
 /// The name in requests.
 pub const AGENT: &str = concat!("pagefold/", env!("CARGO_PKG_VERSION"));
@@ -51,6 +54,14 @@ pub async fn retry<T, F: Future<Output = Result<T>>>(mut request: impl FnMut() -
         }
     }
     request().await
+}
+
+/// The manifests that refer to another one, as an index.
+pub enum Referrers {
+    /// The registry lists them.
+    Listed(Vec<u8>),
+    /// Clients list them under this tag; there is none yet, or this one.
+    Tag(String, Option<Vec<u8>>),
 }
 
 /// A repository of a registry, with the login for it.
@@ -153,9 +164,35 @@ impl Registry {
     }
 
     async fn manifest_bytes(&self, which: &str) -> Result<Vec<u8>> {
+        match self.get(&format!("manifests/{which}"), MANIFESTS).await? {
+            (200..=299, bytes) => Ok(bytes),
+            (status, bytes) => Err(Error::of_status(status, &String::from_utf8_lossy(&bytes))),
+        }
+    }
+
+    /// The manifests that refer to the one with digest `subject`, as an index: of a registry that can choose, those of type
+    /// `kind`.
+    ///
+    /// # Errors
+    /// No connection; a registry that fails.
+    pub async fn referrers(&self, subject: Digest, kind: &str) -> Result<Referrers> {
+        let asked = format!("referrers/{subject}?artifactType={}", kind.replace('+', "%2B"));
+        if let (200..=299, bytes) = self.get(&asked, INDEX).await? {
+            return Ok(Referrers::Listed(bytes));
+        }
+        let tag = subject.to_string().replace(':', "-");
+        match self.get(&format!("manifests/{tag}"), INDEX).await? {
+            (200..=299, bytes) => Ok(Referrers::Tag(tag, Some(bytes))),
+            (404, _) => Ok(Referrers::Tag(tag, None)),
+            (status, bytes) => Err(Error::of_status(status, &String::from_utf8_lossy(&bytes))),
+        }
+    }
+
+    /// What the registry answers about `what` of the repository, and how.
+    async fn get(&self, what: &str, accept: &str) -> Result<(u16, Vec<u8>)> {
         let (host, repository) = (self.reference.resolve_registry(), self.reference.repository());
-        let url = format!("{}://{host}/v2/{repository}/manifests/{which}", self.scheme);
-        let mut request = self.http.get(url).header(ACCEPT, MANIFESTS);
+        let url = format!("{}://{host}/v2/{repository}/{what}", self.scheme);
+        let mut request = self.http.get(url).header(ACCEPT, accept);
         // Only a registry that gives no tokens asks for the password itself.
         request = match (&self.token, &self.login) {
             (Some(token), _) => request.bearer_auth(token),
@@ -163,7 +200,6 @@ impl Registry {
             _ => request,
         };
         let mut response = request.send().await?;
-        let status = response.status();
         let most = Limits::default().json_bytes as usize;
         let mut bytes = Vec::new();
         while let Some(piece) = response.chunk().await? {
@@ -172,10 +208,7 @@ impl Registry {
             }
             bytes.extend_from_slice(&piece);
         }
-        if status.is_success() {
-            return Ok(bytes);
-        }
-        Err(Error::of_status(status.as_u16(), &String::from_utf8_lossy(&bytes)))
+        Ok((response.status().as_u16(), bytes))
     }
 
     /// The blob `digest`, of which nothing is larger than a JSON document may be.
@@ -263,7 +296,21 @@ impl Registry {
     /// # Errors
     /// No connection; a login that may not write.
     pub async fn push_manifest(&self, manifest: Vec<u8>) -> Result<()> {
-        self.client.push_manifest_raw(&self.reference, manifest, MANIFEST).await?;
+        self.client.push_manifest_raw(&self.reference, manifest, HeaderValue::from_static(MANIFEST)).await?;
+        Ok(())
+    }
+
+    /// Stores the manifest of type `media_type` under `name`, its digest or a tag.
+    ///
+    /// # Errors
+    /// No connection; a login that may not write; a registry that takes no such manifest.
+    pub async fn push_manifest_as(&self, name: &str, media_type: &'static str, manifest: Vec<u8>) -> Result<()> {
+        let (host, repository) = (self.reference.registry().to_string(), self.reference.repository().to_string());
+        let place = match name.contains(':') {
+            true => Reference::with_digest(host, repository, name.into()),
+            false => Reference::with_tag(host, repository, name.into()),
+        };
+        self.client.push_manifest_raw(&place, manifest, HeaderValue::from_static(media_type)).await?;
         Ok(())
     }
 }

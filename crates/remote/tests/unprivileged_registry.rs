@@ -4,6 +4,7 @@ mod common;
 
 use common::{Host, failed, ok, wait_until};
 use pagefold_image::build::{self, Omissions};
+use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
 use pagefold_image::stat;
 use serde_json::json;
@@ -108,6 +109,16 @@ fn a_pushed_image_comes_back_as_the_same_tree() {
     let by_digest = registry.image(&format!("team/app@{}", pushed["manifest"].as_str().unwrap()));
     let again = ok(&there.command("pull", "again", &by_digest).output().unwrap());
     assert_eq!((&again["digest"], &again["layers_fetched"]), (&json!(digest), &json!(0)));
+
+    // Debian's registry lists nothing that refers to an image: a tag does.
+    let store = here.store();
+    let image = store.image("app").unwrap().digest;
+    let files = json!([{ "path": "bin/tool", "parts": [[0, 4096]] }]);
+    let profile = Profile::from_outside(&json!({ "format": 1, "files": files })).unwrap();
+    profile.save(&store, &image).unwrap();
+    assert_eq!(ok(&push(&here, "app", &reference))["start_profile"], true);
+    assert_eq!(ok(&there.command("pull", "it", &reference).output().unwrap())["start_profile"], true);
+    assert_eq!(Profile::load(&there.store(), &image), Some(profile));
 
     // The same tree gives the same bytes, in another store and under another name: the registry has them.
     let pushed_again = ok(&push(&there, "it", &registry.image("team/app:2")));

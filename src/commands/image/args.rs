@@ -284,8 +284,8 @@ pub struct PullArgs {
   pagefold image push app:1 s3://BUCKET/fleet/app:1
 
 In a registry the image becomes one layer: the same image always the same bytes. Only what the registry lacks is
-uploaded. Logins are those of podman login and docker login. To a fleet's store (s3://, file://) only objects that it
-lacks are uploaded, packed; logins are those of the environment (AWS_ACCESS_KEY_ID and so on).
+uploaded. What exec --record-profile has learned goes along, and a pull brings it. Logins are those of podman login and
+docker login. To a fleet's store (s3://, file://) only objects that it lacks are uploaded, packed; logins are those of the environment (AWS_ACCESS_KEY_ID and so on).
 Needs pagefold-remote, a program of its own.")]
 pub struct PushArgs {
     /// Image to upload

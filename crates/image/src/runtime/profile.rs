@@ -95,6 +95,13 @@ impl Profile {
         (profile.format == FORMAT && profile.files.len() <= FILES_MAX).then_some(profile)
     }
 
+    /// When the image's profile was recorded, or came with the image, seconds since 1970; 0 if there is none.
+    pub fn recorded_s(store: &Store, digest: &Digest) -> u64 {
+        let changed = fs::metadata(store.profile_path(digest)).and_then(|meta| meta.modified());
+        let since = changed.ok().and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
+        since.map_or(0, |since| since.as_secs())
+    }
+
     /// How many files and directories the profile names.
     pub fn files(&self) -> usize {
         self.files.len()

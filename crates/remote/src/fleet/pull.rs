@@ -11,9 +11,9 @@ use crate::address::Address;
 use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
 use crate::pull::{Wanted, say_notes};
+use crate::start_profile;
 use futures_util::StreamExt;
 use pagefold_image::build::Build;
-use pagefold_image::digest::Digest;
 use pagefold_image::fleet::Manifest;
 use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
@@ -71,18 +71,8 @@ pub fn pull(runtime: &Runtime, common: &Common, address: &Address, name: &str, w
     let Manifest { head, .. } = manifest;
     let profile = head.profile.as_ref().and_then(Profile::from_outside);
     let record = build.publish(name, &tree, &address.whole(), head.config, head.notes)?;
-    keep_profile(&store, &record.digest, profile);
+    start_profile::keep(&store, &record.digest, profile);
     report(&record, build.stats().bytes_new.load(Relaxed), &moved, common.server.json)
-}
-
-/// Keeps what a start reads, as another host has recorded it, unless this one knows better. It is a hint: without it a start
-/// takes longer.
-pub fn keep_profile(store: &Store, digest: &Digest, profile: Option<Profile>) {
-    if let Some(profile) = profile
-        && Profile::load(store, digest).is_none()
-    {
-        let _ = profile.save(store, digest);
-    }
 }
 
 /// Fetches the missing objects. Returns those that no pack gives, with the reason for each.

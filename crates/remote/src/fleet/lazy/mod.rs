@@ -14,11 +14,11 @@ mod objects;
 
 use super::image::Image;
 use super::objects::Needs;
-use super::pull::keep_profile;
 use crate::address::Address;
 use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
 use crate::pull::Wanted;
+use crate::start_profile;
 use file_system::ObjectFs;
 use fuser::{Config, MountOption, Session, SessionACL};
 use objects::{Event, Objects};
@@ -79,7 +79,7 @@ pub fn mount(runtime: &Runtime, common: &Common, wish: &Wish, wanted: &Wanted) -
     let head = manifest.head;
     let publish = || {
         let record = build.publish(wish.name, &tree, &wish.address.whole(), head.config.clone(), head.notes.clone())?;
-        keep_profile(store, &record.digest, profile.clone());
+        start_profile::keep(store, &record.digest, profile.clone());
         Ok::<(), Error>(())
     };
     if missing == 0 {
