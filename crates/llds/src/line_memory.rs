@@ -10,7 +10,7 @@ use std::io;
 
 /// Bytes in a line.
 pub(crate) const LINE_BYTES: usize = 64;
-#[cfg(not(loom))]
+#[cfg(not(any(loom, miri)))]
 const HUGE_BYTES: usize = 2 << 20;
 
 /// A mapping of lines.
@@ -33,6 +33,7 @@ unsafe impl Sync for LineMemory {}
 impl LineMemory {
     /// Reserves address space for `lines` lines of zeros. Physical memory comes with the first
     /// touch; after the first 2 MiB in huge pages, if `huge` is set and the system has them.
+    #[cfg(not(miri))]
     pub(crate) fn reserve(lines: u64, huge: bool) -> io::Result<Self> {
         let bytes = lines as usize * LINE_BYTES;
         // One huge page more, so that the base can be aligned to it.
@@ -77,6 +78,17 @@ impl LineMemory {
         Ok(memory)
     }
 
+    /// Miri has no pages that come at the first touch: it holds all lines, so they are few.
+    #[cfg(miri)]
+    pub(crate) fn reserve(lines: u64, _huge: bool) -> io::Result<Self> {
+        if lines > MIRI_LINES_MAX {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        // SAFETY: no structure has no lines.
+        let base = unsafe { std::alloc::alloc_zeroed(layout(lines)) };
+        Ok(Self { base: base.cast(), lines })
+    }
+
     /// Maps `lines` lines of a file that is long enough, shared with all other mappings of it.
     pub(crate) fn map(file: std::os::fd::BorrowedFd<'_>, lines: u64) -> io::Result<Self> {
         use std::os::fd::AsRawFd;
@@ -115,6 +127,7 @@ impl LineMemory {
     }
 
     /// Gives the lines' memory back to the system; they read as zeros from now on.
+    #[cfg(not(miri))]
     pub(crate) fn release(&self, lines: std::ops::Range<u64>) {
         debug_assert!(lines.end <= self.lines);
         let start = self.base as usize + lines.start as usize * LINE_BYTES;
@@ -130,17 +143,43 @@ impl LineMemory {
     }
 }
 
-#[cfg(not(loom))]
+#[cfg(not(any(loom, miri)))]
 fn raw_at(address: usize) -> *mut libc::c_void {
     address as *mut libc::c_void
+}
+
+/// Lines of the largest structure under miri.
+#[cfg(miri)]
+const MIRI_LINES_MAX: u64 = 1 << 17;
+
+#[cfg(miri)]
+fn layout(lines: u64) -> std::alloc::Layout {
+    std::alloc::Layout::array::<[u8; LINE_BYTES]>(lines as usize).unwrap().align_to(LINE_BYTES).unwrap()
 }
 
 #[cfg(not(loom))]
 impl Drop for LineMemory {
     fn drop(&mut self) {
+        // SAFETY: `reserve` has allocated the lines, and references into them borrow `self`.
+        #[cfg(miri)]
+        unsafe {
+            std::alloc::dealloc(self.base.cast(), layout(self.lines));
+        }
         // SAFETY: `reserve` or `map` made the mapping; references into it borrow `self`, so none is left.
+        #[cfg(not(miri))]
         unsafe {
             libc::munmap(self.base.cast(), self.lines as usize * LINE_BYTES);
+        }
+    }
+}
+
+#[cfg(any(loom, miri))]
+impl LineMemory {
+    pub(crate) fn release(&self, lines: std::ops::Range<u64>) {
+        for line in lines {
+            for index in 0..8 {
+                self.word(line, index).store(0, crate::primitive::Ordering::Relaxed);
+            }
         }
     }
 }
@@ -156,14 +195,6 @@ impl LineMemory {
     }
 
     pub(crate) fn prefetch(&self, _line: u64) {}
-
-    pub(crate) fn release(&self, lines: std::ops::Range<u64>) {
-        for line in lines {
-            for index in 0..8 {
-                self.word(line, index).store(0, crate::primitive::Ordering::Relaxed);
-            }
-        }
-    }
 }
 
 impl LineMemory {
