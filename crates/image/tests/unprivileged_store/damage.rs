@@ -41,13 +41,19 @@ fn a_check_leaves_the_page_cache_as_it_was() {
         }
         state & 1 == 1
     };
-    fs::read(&paths[0]).unwrap();
-    assert_eq!([0, 1].map(|at| is_cached(&paths[at])), [true, false]);
-    assert_eq!(stat::verify(&store, &[], false).unwrap().objects, 2);
-    assert_eq!([0, 1].map(|at| is_cached(&paths[at])), [true, false], "after verify");
+    let verify = || assert_eq!(stat::verify(&store, &[], false).unwrap().objects, 2);
     let read = store.tree(&store.image("one").unwrap().digest).unwrap();
-    export::tar(&store, &read, &mut std::io::sink(), &Progress::silent()).unwrap();
-    assert_eq!([0, 1].map(|at| is_cached(&paths[at])), [true, false], "after export");
+    let export = || export::tar(&store, &read, &mut std::io::sink(), &Progress::silent()).unwrap();
+    for (name, check) in [("verify", &verify as &dyn Fn()), ("export", &export)] {
+        // The kernel evicts pages when it likes (DAMON, memory pressure), but not each time.
+        let stays = (0..5).any(|_| {
+            fs::read(&paths[0]).unwrap();
+            check();
+            assert!(!is_cached(&paths[1]), "{name} leaves what it has read");
+            is_cached(&paths[0])
+        });
+        assert!(stays, "{name} evicts what was there");
+    }
 }
 
 #[test]
