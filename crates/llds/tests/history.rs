@@ -7,8 +7,11 @@
 
 #![cfg(not(loom))]
 
+mod random;
+
 use llds::b_tree::BTree;
 use llds::sd_tree::{SdTree, SweepCursor};
+use random::random;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -91,14 +94,6 @@ fn is_linearizable(events: &[Event]) -> bool {
     sorted.sort_by_key(|event| event.began);
     let mut done = vec![0; sorted.len().div_ceil(64)];
     search(&sorted, &mut done, None, sorted.len(), &mut HashSet::new())
-}
-
-fn random(seed: &mut u64) -> u64 {
-    *seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut z = *seed;
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ z >> 31
 }
 
 /// Lets threads work on few keys, records their calls and answers, and checks every key's history.

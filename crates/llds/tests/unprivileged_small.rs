@@ -2,8 +2,11 @@
 //! `tests/miri`. With the small nodes of `--cfg pagefold_stress` nodes split and merge all the same.
 #![cfg(not(loom))]
 
+mod random;
+
 use llds::b_tree::BTree;
 use llds::sd_tree::{SdTree, SweepCursor};
+use random::random;
 use std::collections::{BTreeMap, BTreeSet};
 
 const THREADS: u64 = 3;
@@ -12,25 +15,12 @@ const OPERATIONS: u64 = if cfg!(miri) { 120 } else { 20_000 };
 /// Keys of a thread.
 const KEYS: u64 = if cfg!(miri) { 40 } else { 2_000 };
 
-/// Well spread numbers, others for each seed (splitmix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-}
-
 /// Each thread keeps keys of its own beside those of the others, and knows what each of them has.
-fn threads_keep_their_keys(work: impl Fn(u64, &mut Random) + Sync) {
+fn threads_keep_their_keys(work: impl Fn(u64, &mut u64) + Sync) {
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
             let work = &work;
-            scope.spawn(move || work(thread, &mut Random(thread)));
+            scope.spawn(move || work(thread, &mut thread.clone()));
         }
     });
 }
@@ -38,11 +28,11 @@ fn threads_keep_their_keys(work: impl Fn(u64, &mut Random) + Sync) {
 #[test]
 fn a_b_tree_has_what_each_thread_put_there() {
     let tree = BTree::<u64>::new().unwrap();
-    threads_keep_their_keys(|thread, random| {
+    threads_keep_their_keys(|thread, seed| {
         let mut expected = BTreeMap::new();
         for step in 0..OPERATIONS {
-            let key = random.next() % KEYS * THREADS + thread;
-            match random.next() % 4 {
+            let key = random(seed) % KEYS * THREADS + thread;
+            match random(seed) % 4 {
                 0 => assert_eq!(tree.remove(key), expected.remove(&key)),
                 1 => assert_eq!(tree.get(key), expected.get(&key).copied()),
                 _ => assert_eq!(tree.insert_or_replace(key, step).unwrap(), expected.insert(key, step)),
@@ -57,17 +47,17 @@ fn a_b_tree_has_what_each_thread_put_there() {
 fn an_sd_tree_has_what_each_thread_put_there() {
     let tree = SdTree::with_capacity_hint(0).unwrap();
     // A quarter of the buckets, so that they fill and get children.
-    let fingerprint = |thread: u64, key: u64| Random(key * THREADS + thread).next() >> 2;
-    threads_keep_their_keys(|thread, random| {
+    let fingerprint = |thread: u64, key: u64| random(&mut (key * THREADS + thread)) >> 2;
+    threads_keep_their_keys(|thread, seed| {
         let mut expected = BTreeSet::new();
         let mut cursor = SweepCursor::new();
         for _ in 0..OPERATIONS {
-            let key = random.next() % KEYS;
+            let key = random(seed) % KEYS;
             // A leaf knows a part of a fingerprint only: the value tells the key.
             let (place, value) = (fingerprint(thread, key), key * THREADS + thread);
             let is_same = |other| other == value;
             let found = expected.contains(&key).then_some(value);
-            match random.next() % 8 {
+            match random(seed) % 8 {
                 0 | 1 => assert_eq!(tree.remove(place, value), expected.remove(&key)),
                 2 => assert_eq!(tree.get_with(place, is_same), found),
                 // Nothing is dead, so a sweep takes nothing.

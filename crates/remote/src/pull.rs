@@ -109,29 +109,31 @@ pub fn pull(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
         moved.bytes_known += known.bytes;
     }
     downloads.remove()?;
-    bring_profile(runtime, &registry, &store, &record, manifest, &mut moved);
+    moved.start_profile = bring_profile(runtime, &registry, &store, &record, manifest, &mut moved.bytes_fetched);
     report(&record, build.stats(), &moved, common.server.json)
 }
 
-/// Brings what a start of the image reads, as another host has recorded it, unless this one knows better.
+/// Brings what a start of the image reads, as another host has recorded it, unless this one knows better. Returns true if
+/// the store has it now.
 fn bring_profile(
     runtime: &Runtime,
     registry: &Registry,
     store: &Store,
     record: &ImageRecord,
     manifest: Digest,
-    moved: &mut Moved,
-) {
-    if Profile::load(store, &record.digest).is_none() {
-        match runtime.block_on(start_profile::pull(registry, manifest, &mut moved.bytes_fetched)) {
-            Ok(profile) => start_profile::keep(store, &record.digest, profile),
-            Err(error) => {
-                let text = clean(&registry.name(error).to_string());
-                eprintln!("pagefold: note: {} came without its start profile: {text}", record.name);
-            }
+    bytes_fetched: &mut u64,
+) -> bool {
+    if Profile::load(store, &record.digest).is_some() {
+        return true;
+    }
+    match runtime.block_on(start_profile::pull(registry, manifest, bytes_fetched)) {
+        Ok(profile) => start_profile::keep(store, &record.digest, profile),
+        Err(error) => {
+            let text = clean(&registry.name(error).to_string());
+            eprintln!("pagefold: note: {} came without its start profile: {text}", record.name);
+            false
         }
     }
-    moved.start_profile = Profile::load(store, &record.digest).is_some();
 }
 
 /// Fetches the documents that lead to the layers; also returns the manifest's digest.

@@ -2,7 +2,7 @@
 
 use crate::common::{Common, mib, say};
 use crate::error::{Error, Result};
-use crate::registry::{Registry, retry};
+use crate::registry::{MANIFEST, Registry, retry};
 use crate::start_profile;
 use bytes::Bytes;
 use oci_client::errors::OciDistributionError;
@@ -68,7 +68,7 @@ pub fn push(runtime: &Runtime, common: &Common, reference: &Reference, name: &st
         uploaded += 1;
         bytes_uploaded += blob.size;
     }
-    let send = async || registry.push_manifest(bytes.clone()).await;
+    let send = async || registry.push_manifest(None, MANIFEST, bytes.clone()).await;
     runtime.block_on(retry(send)).map_err(|error| registry.name(error))?;
     drop(progress);
     let whole = reference.whole();

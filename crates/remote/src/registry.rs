@@ -291,24 +291,16 @@ impl Registry {
         Ok(())
     }
 
-    /// Gives the manifest the reference's name.
-    ///
-    /// # Errors
-    /// No connection; a login that may not write.
-    pub async fn push_manifest(&self, manifest: Vec<u8>) -> Result<()> {
-        self.client.push_manifest_raw(&self.reference, manifest, HeaderValue::from_static(MANIFEST)).await?;
-        Ok(())
-    }
-
-    /// Stores the manifest of type `media_type` under `name`, its digest or a tag.
+    /// Stores the manifest of type `media_type` under `name`, its digest or a tag, or without one under the reference's own.
     ///
     /// # Errors
     /// No connection; a login that may not write; a registry that takes no such manifest.
-    pub async fn push_manifest_as(&self, name: &str, media_type: &'static str, manifest: Vec<u8>) -> Result<()> {
+    pub async fn push_manifest(&self, name: Option<&str>, media_type: &'static str, manifest: Vec<u8>) -> Result<()> {
         let (host, repository) = (self.reference.registry().to_string(), self.reference.repository().to_string());
-        let place = match name.contains(':') {
-            true => Reference::with_digest(host, repository, name.into()),
-            false => Reference::with_tag(host, repository, name.into()),
+        let place = match name {
+            None => self.reference.clone(),
+            Some(name) if name.contains(':') => Reference::with_digest(host, repository, name.into()),
+            Some(name) => Reference::with_tag(host, repository, name.into()),
         };
         self.client.push_manifest_raw(&place, manifest, HeaderValue::from_static(media_type)).await?;
         Ok(())

@@ -66,13 +66,13 @@ pub async fn push(registry: &Registry, image: &[u8], profile: &Profile, recorded
     let manifest = manifest.to_string().into_bytes();
     let subject = Digest::of(image);
     let name = Digest::of(&manifest).to_string();
-    retry(async || registry.push_manifest_as(&name, MANIFEST, manifest.clone()).await).await?;
+    retry(async || registry.push_manifest(Some(&name), MANIFEST, manifest.clone()).await).await?;
     let Referrers::Tag(tag, list) = registry.referrers(subject, KIND).await? else { return Ok(()) };
     let mut entry = descriptor(MANIFEST, &manifest);
     entry["artifactType"] = KIND.into();
     entry["annotations"] = annotations;
     let list = with(list, entry)?;
-    retry(async || registry.push_manifest_as(&tag, INDEX, list.clone()).await).await
+    retry(async || registry.push_manifest(Some(&tag), INDEX, list.clone()).await).await
 }
 
 fn descriptor(media_type: &str, bytes: &[u8]) -> Value {
@@ -128,12 +128,10 @@ fn newest(list: &[u8]) -> Result<Option<Digest>> {
 
 /// Keeps what a start reads, as another host has recorded it, unless this one knows better. It is a hint: without it a start
 /// takes longer.
-pub fn keep(store: &Store, digest: &Digest, profile: Option<Profile>) {
-    if let Some(profile) = profile
-        && Profile::load(store, digest).is_none()
-    {
-        let _ = profile.save(store, digest);
-    }
+///
+/// Returns true if the store has a profile of the image now.
+pub fn keep(store: &Store, digest: &Digest, profile: Option<Profile>) -> bool {
+    Profile::load(store, digest).is_some() || profile.is_some_and(|profile| profile.save(store, digest).is_ok())
 }
 
 #[cfg(test)]

@@ -285,8 +285,8 @@ pub struct PullArgs {
 
 In a registry the image becomes one layer: the same image always the same bytes. Only what the registry lacks is
 uploaded. What exec --record-profile has learned goes along, and a pull brings it. Logins are those of podman login and
-docker login. To a fleet's store (s3://, file://) only objects that it lacks are uploaded, packed; logins are those of the environment (AWS_ACCESS_KEY_ID and so on).
-Needs pagefold-remote, a program of its own.")]
+docker login. To a fleet's store (s3://, file://) only objects that it lacks are uploaded, packed; logins are those of
+the environment (AWS_ACCESS_KEY_ID and so on). Needs pagefold-remote, a program of its own.")]
 pub struct PushArgs {
     /// Image to upload
     #[arg(add = completion_values::images())]

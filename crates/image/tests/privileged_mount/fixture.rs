@@ -53,7 +53,7 @@ pub fn drop_cache(path: &Path) {
     }
 }
 
-/// A file whose pages stay in the page cache for as long as this lives, whatever the kernel evicts meanwhile.
+/// Locks the pages of a file in the page cache: until it is dropped the kernel evicts none of them.
 pub struct InMemory(*mut std::ffi::c_void, usize);
 
 impl InMemory {
