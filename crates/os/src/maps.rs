@@ -39,6 +39,17 @@ impl Map<'_> {
         !self.shared && self.inode != 0 && self.prot == READ_WRITE && !is_special
     }
 
+    /// Its part from `start` on, which lies before its end.
+    #[must_use]
+    pub(crate) fn from(mut self, start: u64) -> Self {
+        let left_out = start.saturating_sub(self.range.start);
+        self.range.start += left_out;
+        if self.inode != 0 {
+            self.offset += left_out;
+        }
+        self
+    }
+
     /// True if its bytes can be executed.
     pub fn is_executable(&self) -> bool {
         self.prot & libc::PROT_EXEC != 0
@@ -190,11 +201,45 @@ fn number(text: &[u8], base: u32) -> Option<(u64, &[u8])> {
     if used == 0 { None } else { Some((value, &text[used..])) }
 }
 
-/// Calls `f` with each line that `read` delivers, using `buffer`, which must hold the longest line; longer ones are skipped.
+/// What a file of mappings tells.
+#[derive(Debug)]
+pub enum Line<'a> {
+    /// The next mapping.
+    Mapping(Map<'a>),
+    /// What smaps says of the mapping before.
+    Detail(&'a [u8]),
+}
+
+/// Calls `f` with each line of /proc/PID/maps or /proc/PID/smaps that `read` delivers, using `buffer`, which must hold the
+/// longest line; longer ones are skipped.
+///
+/// No mapping overlaps one before it. The kernel tells a mapping again, with all of its range, if it grew while the file
+/// was read (seen on Linux 6.18, in smaps): here it begins where the one before ends.
 ///
 /// # Errors
 /// The first error of `read`.
-pub fn for_each_line<E>(
+pub fn for_each<E>(
+    buffer: &mut [u8],
+    read: impl FnMut(&mut [u8]) -> Result<usize, E>,
+    mut f: impl FnMut(Line<'_>),
+) -> Result<(), E> {
+    let (mut told, mut is_new) = (0, false);
+    for_each_line(buffer, read, |line| match parse_line(line) {
+        Some(map) => {
+            is_new = map.range.end > told;
+            if is_new {
+                let map = map.from(told);
+                told = map.range.end;
+                f(Line::Mapping(map));
+            }
+        }
+        None if is_new => f(Line::Detail(line)),
+        None => {}
+    })
+}
+
+/// Calls `f` with each line that `read` delivers.
+fn for_each_line<E>(
     buffer: &mut [u8],
     mut read: impl FnMut(&mut [u8]) -> Result<usize, E>,
     mut f: impl FnMut(&[u8]),
@@ -283,6 +328,21 @@ mod tests {
         assert_eq!(asked, said);
         let first = file_from(&maps, said[0].0.start, &mut name[..3]).unwrap().unwrap();
         assert_eq!((first.range, first.name), (said[0].0, &b""[..]), "too long a name is left out");
+    }
+
+    #[test]
+    fn a_mapping_that_is_told_again_begins_where_the_one_before_ended() {
+        let text = b"1000-2000 rw-p 0 00:00 0 \nRss: 4 kB\n1000-4000 rw-p 0 00:00 0 \nRss: 12 kB\n\
+                     2000-4000 rw-p 0 00:00 0 \nRss: 8 kB\n3000-6000 r--p 1000 fe:01 7 /a\nRss: 0 kB\n";
+        let (mut mappings, mut details, mut rest) = (Vec::new(), Vec::new(), &text[..]);
+        let read = |out: &mut [u8]| std::io::Read::read(&mut rest, out);
+        for_each(&mut [0; 64], read, |line| match line {
+            Line::Mapping(map) => mappings.push((map.range.start, map.range.end, map.offset)),
+            Line::Detail(line) => details.push(line.to_vec()),
+        })
+        .unwrap();
+        assert_eq!(mappings, [(0x1000, 0x2000, 0), (0x2000, 0x4000, 0), (0x4000, 0x6000, 0x2000)]);
+        assert_eq!(details, [&b"Rss: 4 kB"[..], b"Rss: 12 kB", b"Rss: 0 kB"]);
     }
 
     #[test]

@@ -31,11 +31,11 @@ pub fn maps(pid: i32) -> io::Result<Vec<OwnedMap>> {
     let mut file = File::open(format!("/proc/{pid}/maps"))?;
     let mut all = Vec::new();
     let mut buffer = vec![0; 64 << 10];
-    maps::for_each_line(
+    maps::for_each(
         &mut buffer,
         |out| file.read(out),
         |line| {
-            if let Some(map) = maps::parse_line(line) {
+            if let maps::Line::Mapping(map) = line {
                 all.push(OwnedMap {
                     range: map.range,
                     prot: map.prot,

@@ -51,7 +51,7 @@ impl Maps {
     /// As read(2).
     pub(crate) fn for_each_while(&self, buffer: &mut [u8], mut f: impl FnMut(&maps::Map<'_>) -> bool) -> Result<()> {
         let (mut at, goes_on) = (0, Cell::new(true));
-        maps::for_each_line(
+        maps::for_each(
             buffer,
             |out| {
                 let got = if goes_on.get() { self.0.read_at(out, at)? } else { 0 };
@@ -60,7 +60,7 @@ impl Maps {
             },
             |line| {
                 if goes_on.get()
-                    && let Some(map) = maps::parse_line(line)
+                    && let maps::Line::Mapping(map) = line
                 {
                     goes_on.set(f(&map));
                 }

@@ -5,9 +5,10 @@
 
 use crate::address_space::maps::POOL_NAME;
 use crate::range_attributes::Attributes;
+use pagefold_os::Range;
 use pagefold_os::fd::Fd;
+use pagefold_os::maps::{self, Line};
 use pagefold_os::raw::Result;
-use pagefold_os::{Range, maps};
 
 /// A mapping, and what the program said about it.
 #[derive(Debug)]
@@ -33,11 +34,11 @@ pub(crate) fn for_each(mut f: impl FnMut(SmapsEntry)) -> Result<()> {
     let mut buffer = [0u8; 16 << 10];
     let mut mapping = None;
     let mut at = 0;
-    maps::for_each_line(
+    maps::for_each(
         &mut buffer,
         |out| smaps.read_at(out, at).inspect(|got| at += *got as u64),
-        |line| {
-            if let Some(map) = maps::parse_line(line) {
+        |line| match line {
+            Line::Mapping(map) => {
                 let is_pool = map.name.starts_with(POOL_NAME) && !map.shared;
                 mapping = Some(SmapsEntry {
                     range: map.range,
@@ -46,15 +47,18 @@ pub(crate) fn for_each(mut f: impl FnMut(SmapsEntry)) -> Result<()> {
                     is_private_file: map.is_private_file() && !is_pool,
                     said: Attributes::default(),
                 });
-            } else if let Some(key) = line.strip_prefix(b"ProtectionKey:") {
-                if let Some(mapping) = &mut mapping {
-                    mapping.said.keyed = key.trim_ascii() != b"0";
+            }
+            Line::Detail(line) => {
+                if let Some(key) = line.strip_prefix(b"ProtectionKey:") {
+                    if let Some(mapping) = &mut mapping {
+                        mapping.said.keyed = key.trim_ascii() != b"0";
+                    }
+                } else if let Some(flags) = line.strip_prefix(b"VmFlags:")
+                    && let Some(mapping) = mapping.take()
+                {
+                    // The last line of a mapping.
+                    f(SmapsEntry { said: Attributes { keyed: mapping.said.keyed, ..of_flags(flags) }, ..mapping });
                 }
-            } else if let Some(flags) = line.strip_prefix(b"VmFlags:")
-                && let Some(mapping) = mapping.take()
-            {
-                // The last line of a mapping.
-                f(SmapsEntry { said: Attributes { keyed: mapping.said.keyed, ..of_flags(flags) }, ..mapping });
             }
         },
     )

@@ -196,9 +196,9 @@ mod tests {
 
     const RULES: Rules = Rules { all: true, is_full: false, is_new: false };
 
-    /// The reasons for a mapping of 256 KiB with 8 KiB in memory, 4 of them its own.
+    /// The reasons for a mapping of 4 MiB with 8 KiB in memory, 4 of them its own.
     fn judged(rules: Rules, rest: &str, more: &str) -> Vec<(&'static str, Held)> {
-        let text = format!("100000-140000 {rest}\nRss: 8 kB\nAnonymous: 4 kB\n{more}\n");
+        let text = format!("100000-500000 {rest}\nRss: 8 kB\nAnonymous: 4 kB\n{more}\n");
         let mut all = Vec::new();
         smaps::parse(text.as_bytes(), |mapping| all.extend(rules.judge(mapping))).unwrap();
         all
