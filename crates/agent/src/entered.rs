@@ -7,6 +7,7 @@ use crate::owned_ranges::{self, Owned};
 use crate::runtime::thread::begin_thread;
 use crate::state::{MAY_EXECUTE, MAY_FOLLOW, SHARED};
 use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{Range, mem, sock, syscall};
@@ -80,9 +81,12 @@ fn begin(page: &EntryPage) -> Result<()> {
         }
     };
     sock::send(&requests, Packet::new(Op::Ready).bytes(), &[hold.fd().raw()])?;
-    let (enabled, _) = receive(&requests, Op::Welcome)?;
+    let (enabled, mut fds) = receive(&requests, Op::Welcome)?;
     if enabled.status != 0 {
         return Err(Errno(enabled.status));
+    }
+    if let Some(code) = fds.take(0) {
+        share_code(Range { start: page.image[0], end: page.image[0] + enabled.a }, &code);
     }
     let path = page.socket.get(..page.socket_len as usize).ok_or(Errno(libc::EINVAL))?;
     let domain_len = page.domain.iter().position(|byte| *byte == 0).unwrap_or(page.domain.len());
@@ -96,4 +100,16 @@ fn begin(page: &EntryPage) -> Result<()> {
     // The tier's has other features, and the daemon enables it with the greeting.
     give(requests, Some(hold).filter(|_| page.cold == 0));
     Ok(())
+}
+
+/// Maps the file of the agent's code over the copy that was written here: all programs with an agent share the file's pages.
+/// Where the kernel refuses that, the copy stays.
+fn share_code(copy: Range, file: &Fd) {
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
+    let rights = libc::PROT_READ | libc::PROT_EXEC;
+    // SAFETY: the entering process wrote the copy from the bytes of the file, so that whatever executes it, this function
+    // included, goes on in the same instructions; and no page of theirs has data.
+    if unsafe { mem::map(copy.start, copy.len(), rights, flags, file.raw(), 0) }.is_ok() {
+        owned_ranges::hide_range(copy.start, copy.len());
+    }
 }

@@ -57,6 +57,8 @@ pub struct Entered {
     pub requests: Fd,
     /// How long the borrowed thread stood still.
     pub still: Duration,
+    /// The program's filters let its agent map a file as code.
+    pub may_map_code: bool,
 }
 
 /// Enters process `pid` and starts `agent` there.
@@ -79,7 +81,7 @@ pub fn enter(pid: i32, agent: &AgentImage, settings: &Settings<'_>) -> Result<En
     let memory = open_memory(pid)?;
     let result = begin(pid, agent, &layout, settings, &borrowed, &memory);
     match result {
-        Ok(requests) => Ok(Entered { requests, still: borrowed.still }),
+        Ok(requests) => Ok(Entered { requests, still: borrowed.still, may_map_code: borrowed.leeway.code_of_file }),
         Err(error) => {
             let _ = memory.write(layout.page() + offset_of!(EntryPage, order) as u64, &order::GIVE_UP.to_ne_bytes());
             wait_for_end(pid, layout.0);

@@ -80,6 +80,11 @@ impl AgentImage {
         Ok(AgentImage { bytes, relocations, code_len, len, begin })
     }
 
+    /// What is executed or only read. It is the same wherever it lies.
+    pub fn code(&self) -> &[u8] {
+        &self.bytes[..self.bytes.len().min(self.code_len as usize)]
+    }
+
     /// What lies in memory from `base` on; behind it come zeros.
     pub fn at(&self, base: u64) -> Vec<u8> {
         let mut bytes = self.bytes.clone();

@@ -88,6 +88,9 @@ pub(crate) struct Area {
 /// Names that the kernel shows for memory files of pagefold's pool.
 const POOL_PREFIX: &[u8] = b"/memfd:pagefold";
 
+/// The code of agents in programs that were attached.
+const AGENT_PREFIX: &[u8] = b"/memfd:pagefold-agent";
+
 /// Decides about a mapping.
 fn judge(mapping: &SmapsEntry<'_>, file: bool) -> Verdict {
     let map = &mapping.map;
@@ -98,6 +101,8 @@ fn judge(mapping: &SmapsEntry<'_>, file: bool) -> Verdict {
     let (pool, stack) = (map.name.starts_with(POOL_PREFIX), map.name.starts_with(b"[stack"));
     if has("ht") {
         Verdict::Skip(Reason::HugeTlb)
+    } else if map.name.starts_with(AGENT_PREFIX) {
+        Verdict::Skip(Reason::PageCache)
     } else if pool && map.shared {
         // The agent's own window to the pool: what is in there, a merge need not store again.
         Verdict::Read(PageKind::Pool, None)
@@ -208,6 +213,7 @@ mod tests {
             ("10000-12000 rw-p 0 fe:00 7 /lib/libc.so.6", "rd wr", kernel_only(Reason::FileCopy)),
             ("10000-12000 rw-p 0 00:01 7 /memfd:pagefold-pool (deleted)", "rd wr um", Verdict::Merged),
             ("10000-12000 r--s 0 00:01 7 /memfd:pagefold-pool:x", "rd sh", Verdict::Read(PageKind::Pool, None)),
+            ("10000-12000 r-xp 0 00:01 7 /memfd:pagefold-agent (deleted)", "rd ex", Verdict::Skip(Reason::PageCache)),
             ("10000-12000 rw-s 0 00:01 7 /memfd:other", "rd wr sh", Verdict::Skip(Reason::SharedMapping)),
         ] {
             assert_eq!(verdict(head, flags), expected, "{head} {flags}");

@@ -20,10 +20,11 @@ use pagefold_merge::client::Gone;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{ksm, procfs, sock};
+use pagefold_os::{ksm, memfd, procfs, sock};
 use pagefold_protocol::handshake::{HOLD_FEATURES, receive};
 use pagefold_protocol::message::{Op, Packet};
 use std::collections::BTreeMap;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -81,9 +82,9 @@ fn try_attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u3
     if is_client(daemon, pid) {
         return Err(refused("it is a client already".into()));
     }
-    let Entered { requests, still } = if has_agent(pid) {
+    let (requests, still) = if has_agent(pid) {
         // Its daemon and its keeper are gone, and no path leads it here.
-        Entered { requests: ask_for_connection(pid)?, still: Duration::ZERO }
+        (ask_for_connection(pid)?, Duration::ZERO)
     } else {
         bring_agent(daemon, pid, domain, manage)?
     };
@@ -98,8 +99,8 @@ fn try_attach(daemon: &Daemon, pid: i32, domain: &str, manage: Manage, asker: u3
     }
 }
 
-/// Puts an agent into process `pid`, which has none.
-fn bring_agent(daemon: &Daemon, pid: i32, domain: &str, manage: Manage) -> Result<Entered, EntryError> {
+/// Puts an agent into process `pid`, which has none; returns our end of its connection, and how long a thread stood still.
+fn bring_agent(daemon: &Daemon, pid: i32, domain: &str, manage: Manage) -> Result<(Fd, Duration), EntryError> {
     let refused = EntryError::Refused;
     let agent = AgentImage::parse(daemon.config.attached_agent).map_err(|error| refused(error.to_string()))?;
     let settings = Settings {
@@ -109,9 +110,22 @@ fn bring_agent(daemon: &Daemon, pid: i32, domain: &str, manage: Manage) -> Resul
         cold: if let Manage::Cold(options) = manage { Some(options) } else { None },
         makes_userfaultfd: daemon.userfault_device.is_none(),
     };
-    let entered = enter(pid, &agent, &settings)?;
-    enable(&entered.requests, daemon.userfault_device.as_ref()).map_err(refused)?;
-    Ok(entered)
+    let Entered { requests, still, may_map_code } = enter(pid, &agent, &settings)?;
+    let code = daemon.agent_code.get_or_init(|| code_file(&agent).ok()).as_ref().filter(|_| may_map_code);
+    enable(&requests, daemon.userfault_device.as_ref(), code.map(|file| (file, agent.code_len))).map_err(refused)?;
+    Ok((requests, still))
+}
+
+/// A file of the agent's code, which agents map over the copy that was written into their programs. Nothing can change it:
+/// every program that is attached executes it.
+fn code_file(agent: &AgentImage) -> io::Result<Fd> {
+    let file = memfd::create(c"pagefold-agent", agent.code_len)?;
+    let mut left = agent.code();
+    while !left.is_empty() {
+        left = &left[file.write(left)?..];
+    }
+    memfd::add_seals(&file, memfd::SEAL_WRITE | memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
+    Ok(file)
 }
 
 /// As [`attach`], by what `backend` says. Returns as well why KSM merges its memory, if that is so.
@@ -217,8 +231,9 @@ fn may_ask(pid: i32, asker: u32) -> Result<(), String> {
     }
 }
 
-/// Has the agent's userfaultfd report forks, which takes a privilege that the program need not have.
-fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
+/// Has the agent's userfaultfd report forks, which takes a privilege that the program need not have. Hands over the file of
+/// its `code` and the length of that.
+fn enable(requests: &Fd, device: Option<&Fd>, code: Option<(&Fd, u64)>) -> Result<(), String> {
     let failed = |errno: pagefold_os::Errno| format!("its agent does not answer: {errno}");
     sock::set_timeout(requests, ANSWER_MS).map_err(failed)?;
     let fds = [device.map_or(-1, Fd::raw)];
@@ -234,7 +249,9 @@ fn enable(requests: &Fd, device: Option<&Fd>) -> Result<(), String> {
     };
     let enabled = hold.enable(ATTACHED_FEATURES);
     let status = enabled.err().map_or(0, |errno| errno.0);
-    sock::send(requests, Packet { status, ..welcome }.bytes(), &[]).map_err(failed)?;
+    let (file, code_len) = code.map_or((-1, 0), |(file, len)| (file.raw(), len));
+    let answer = Packet { status, a: code_len, ..welcome };
+    sock::send(requests, answer.bytes(), &[file][..usize::from(code_len > 0)]).map_err(failed)?;
     enabled.map_err(|errno| match errno.0 {
         libc::EPERM => "forks of it could not be followed: a daemon with CAP_SYS_PTRACE can, as root's has".to_owned(),
         _ => format!("its kernel refused userfaultfd: {errno}; see pagefold doctor"),

@@ -34,6 +34,8 @@ pub struct Daemon {
     pub(crate) looks: Looks,
     /// `/dev/userfaultfd`, which clients without the privilege to open it are handed.
     pub(crate) userfault_device: Option<Fd>,
+    /// The code of the agent that attached programs share, once there is one; `None` if the kernel gives no file for it.
+    pub(crate) agent_code: OnceLock<Option<Fd>>,
     pub(crate) started: Instant,
     stopping: AtomicBool,
     /// Wakes the listener when the daemon stops.
@@ -64,6 +66,7 @@ impl Daemon {
             refusals: Refusals::default(),
             looks: Looks::default(),
             userfault_device: uffd::open_device().ok(),
+            agent_code: OnceLock::new(),
             started: Instant::now(),
             stopping: AtomicBool::new(false),
             stopped: Bell::new().expect("the first descriptors are there"),
