@@ -6,7 +6,7 @@ mod common;
 
 use common::cold::Host;
 use common::{Daemon, Random, Reaped, Server, ask_until_done, c_program_with, shared_pages_in, skipped, wait_for};
-use pagefold_os::sock;
+use pagefold_os::{maps, smaps, sock};
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -105,6 +105,56 @@ fn share_and_keep(mut servers: Vec<Server>) {
         for word in ["check 1", "discard 500", "fork 1", "move 5", "check 1"] {
             server.check(word);
         }
+    }
+}
+
+/// No merge gives back what agents have for themselves. They had 450 KiB each: code, a stack of zeros, and a table of merged
+/// memory with a page for each 2 MiB.
+#[test]
+fn agents_share_their_code_and_have_little_for_themselves() {
+    let Some(program) = program() else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let mut servers = [1, 0].map(|threads| start(program, threads));
+    servers.iter().for_each(|server| attach(&daemon, server));
+    let is_code = |map: &maps::Map<'_>| map.is_executable() && map.name.starts_with(b"/memfd:pagefold-agent");
+    let code_of = |pid: i32| {
+        let mut found = Vec::new();
+        smaps::of_process(pid, |one| {
+            found.extend(is_code(&one.map).then_some((one.map.range, one.map.inode, one.anonymous)))
+        })
+        .expect("it lives");
+        found
+    };
+    let codes = servers.each_ref().map(|server| code_of(server.pid()));
+    let [(range, inode, anonymous)] = codes[0][..] else { panic!("{codes:x?}") };
+    let [(_, other_inode, other_anonymous)] = codes[1][..] else { panic!("{codes:x?}") };
+    assert_eq!((other_inode, anonymous, other_anonymous), (inode, 0, 0), "{codes:x?}");
+    // Its data and its stack follow the code.
+    let own_of = |pid: i32| {
+        let (mut end, mut own) = (0, 0);
+        let look = |one: &smaps::SmapsEntry<'_>| {
+            if is_code(&one.map) || one.map.range.start == end && one.map.inode == 0 {
+                (end, own) = (one.map.range.end, own + one.anonymous);
+            }
+        };
+        smaps::of_process(pid, look).expect("it lives");
+        own
+    };
+    wait_for("all to share their area", 120, || {
+        servers.iter().all(|server| shared_pages(&daemon, server.pid()) >= PAGES * 9 / 10)
+    });
+    wait_for("the agents to give back their stacks", 60, || {
+        servers.iter().all(|server| own_of(server.pid()) <= 128 << 10)
+    });
+    let path = format!("/proc/{}/map_files/{:x}-{:x}", servers[0].pid(), range.start, range.end);
+    let file = fs::File::options().write(true).open(path).expect("root opens what a process maps");
+    let error = std::os::unix::fs::FileExt::write_at(&file, b"other", 0).expect_err("others execute it");
+    assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{error}");
+    for server in &mut servers {
+        server.check("fork 1");
+        detach(&daemon, server);
+        assert_eq!(code_of(server.pid()), []);
+        server.check("check 1");
     }
 }
 

@@ -29,6 +29,10 @@ pub(crate) enum Owned {
     ColdFreezeArea,
     /// Where memory for unshared pages is made.
     Nursery,
+    /// The list of pool segments.
+    Segments,
+    /// The list of those of earlier daemons.
+    EarlierSegments,
     /// The page that wakes the thread of live merging.
     Wakeup,
     /// The page that wakes the thread of the cold tier.
@@ -44,7 +48,7 @@ pub(crate) enum Owned {
     Image,
 }
 
-const COUNT: usize = 13;
+const COUNT: usize = 15;
 
 /// Bits of a word that count the pages of a range; the number of its first page is above them.
 const PAGES_BITS: u32 = 24;

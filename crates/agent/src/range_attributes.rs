@@ -418,6 +418,8 @@ pub struct MergedChunks {
 impl MergedChunks {
     const SLOTS: usize = 1 << 15;
     const SHIFT: u32 = 21;
+    /// So many neighbouring chunks have neighbouring slots: chunks of one area would else touch a page of the table each.
+    const NEIGHBOURS: u64 = 64;
 
     /// Makes an empty set.
     pub const fn new() -> MergedChunks {
@@ -431,7 +433,8 @@ impl MergedChunks {
 
     /// Forgets all chunks: nothing is merged any more.
     pub fn clear(&mut self) {
-        self.slots.fill(0);
+        // Only the pages that were written: the others need no memory.
+        self.slots.iter_mut().filter(|slot| **slot != 0).for_each(|slot| *slot = 0);
         self.len = 0;
     }
 
@@ -475,7 +478,8 @@ impl MergedChunks {
     }
 
     fn slot(chunk: u64) -> usize {
-        (chunk.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % Self::SLOTS
+        let group = (chunk / Self::NEIGHBOURS).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40;
+        (group * Self::NEIGHBOURS + chunk % Self::NEIGHBOURS) as usize % Self::SLOTS
     }
 }
 
@@ -690,5 +694,29 @@ mod tests {
             set.add(at(chunk));
         }
         assert!(set.may_overlap(at(5)), "a full set says yes to all");
+    }
+
+    #[test]
+    fn merged_chunks_agree_with_a_set_and_neighbours_share_memory() {
+        let mut seed = 11u64;
+        let mut random = |below: u64| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 33) % below
+        };
+        let (mut set, mut model) = (Box::new(MergedChunks::new()), std::collections::BTreeSet::new());
+        let at = |chunk: u64| Range { start: chunk << 21, end: (chunk << 21) + 4096 };
+        for _ in 0..200 {
+            let (first, count) = (1 + random(1 << 26), 1 + random(100));
+            (first..first + count).for_each(|chunk| set.add(at(chunk)));
+            model.extend(first..first + count);
+        }
+        let near = model.iter().flat_map(|chunk| [chunk - 1, *chunk, chunk + 1, chunk + 64]).collect::<Vec<_>>();
+        assert!(near.iter().all(|chunk| set.may_overlap(at(*chunk)) == model.contains(chunk)));
+        set.clear();
+        assert!(set.is_empty() && set.slots.iter().all(|slot| *slot == 0));
+        // 64 MiB.
+        (5000..5032).for_each(|chunk| set.add(at(chunk)));
+        let pages = set.slots.chunks(512).filter(|page| page.iter().any(|slot| *slot != 0)).count();
+        assert!(pages <= 2, "{pages}");
     }
 }

@@ -42,7 +42,7 @@ pub struct Totals {
     pub mapping_bytes: u64,
     /// Deduplicated bytes less pool, orphaned pool, metadata and mappings: KSM's general_profit.
     pub general_profit: i64,
-    /// Other memory of pagefold: the daemon's and the keeper's own, and agents at 256 KiB each, estimated.
+    /// Other memory of pagefold: the daemon's and the keeper's own, and agents at 96 KiB each, estimated.
     pub process_bytes: u64,
     /// Memory that would be in use without live merging, less all that pagefold uses: general_profit less process_bytes.
     pub saved_bytes: i64,

@@ -6,6 +6,7 @@ use crate::address_space::regions::list_anonymous;
 use crate::address_space::vm_flags;
 use crate::attached;
 use crate::runtime::housekeeping::housekeep;
+use crate::runtime::thread::trim_stack;
 use crate::state::{ATTACHED, COLD_AGENT, SHARED};
 use core::sync::atomic::{AtomicU32, Ordering};
 use pagefold_os::raw::{Errno, Result};
@@ -24,6 +25,8 @@ impl ColdSession {
     /// Answers requests until the daemon is gone or we are asked to leave.
     pub(super) fn serve(&mut self, connection: &mut Connection, phase: &AtomicU32) -> Result<()> {
         let mut looked = sched::monotonic_ns();
+        // Greetings and evictions call deep.
+        let mut was_deep = true;
         loop {
             housekeep(&mut looked, COLD_AGENT, self.mover.as_ref());
             let bell = self.mover.as_ref().map_or(-1, |mover| mover.fd().raw());
@@ -31,8 +34,8 @@ impl ColdSession {
                 [connection.socket.raw(), bell].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
             // A thread that asked before the wakeup page was registered could not wake this one.
             let goes_on = || phase.load(Ordering::Acquire) == 1;
-            if goes_on() {
-                pagefold_os::fd::poll(&mut polls, 500)?;
+            if goes_on() && pagefold_os::fd::poll(&mut polls, 500)? == 0 && core::mem::take(&mut was_deep) {
+                trim_stack();
             }
             if polls[1].revents != 0 {
                 self.drain_wakeups();
@@ -52,6 +55,7 @@ impl ColdSession {
                 ask_end_of_loan();
                 return sock::send(&connection.socket, answer.bytes(), &[]);
             }
+            was_deep |= request.op == Op::ColdEvict as u32;
             match self.answer(&request, connection) {
                 Ok(count) => answer.count = count as u64,
                 Err(Errno(errno)) => answer.status = errno,

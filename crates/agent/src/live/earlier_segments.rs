@@ -4,12 +4,13 @@
 //! privilege of root's; for all others we keep the descriptors until it has asked for them.
 
 use crate::address_space::maps::Maps;
+use crate::owned_ranges::Owned;
+use crate::runtime::places::{COUNT, Places};
 use pagefold_os::fd::Fd;
 use pagefold_os::memfd;
-use pagefold_protocol::message::SEGMENTS_HELD;
 
 /// At most as many as one connection has. Each keeps a whole segment in memory, so none is kept that nothing shows.
-pub(super) struct EarlierSegments([Option<Earlier>; SEGMENTS_HELD]);
+pub(super) struct EarlierSegments(Places<Earlier>);
 
 struct Earlier {
     inode: u64,
@@ -18,16 +19,15 @@ struct Earlier {
 
 impl EarlierSegments {
     pub(super) const fn none() -> EarlierSegments {
-        EarlierSegments([const { None }; SEGMENTS_HELD])
+        EarlierSegments(Places::new(Owned::EarlierSegments))
     }
 
     /// Keeps those of `segments` that the process shows, and closes the others.
     pub(super) fn keep(&mut self, segments: impl Iterator<Item = Fd>, maps: &Maps) {
         for fd in segments {
             let Ok((_, inode)) = memfd::len_and_inode(fd.raw()) else { continue };
-            let is_kept = self.file(inode).is_some();
-            if let Some(free) = self.0.iter_mut().find(|place| place.is_none() && !is_kept) {
-                *free = Some(Earlier { inode, fd });
+            if let Some(empty) = self.0.first_empty().filter(|_| self.place(inode).is_none()) {
+                self.0.put(empty, Earlier { inode, fd });
             }
         }
         self.close_unseen(maps);
@@ -35,29 +35,33 @@ impl EarlierSegments {
 
     /// Closes what the process shows no more. Keeps all if the kernel does not tell.
     fn close_unseen(&mut self, maps: &Maps) {
-        if self.0.iter().all(Option::is_none) {
+        if self.0.iter().next().is_none() {
             return;
         }
-        let mut is_shown = [false; SEGMENTS_HELD];
+        let mut is_shown = [false; COUNT];
         let seen = maps.pool_inodes(|inode| {
-            let place = self.0.iter().position(|place| place.as_ref().is_some_and(|segment| segment.inode == inode));
-            place.into_iter().for_each(|place| is_shown[place] = true);
+            if let Some(place) = self.place(inode) {
+                is_shown[place] = true;
+            }
         });
         if seen.is_ok() {
-            self.0.iter_mut().zip(is_shown).for_each(|(place, is_shown)| _ = place.take_if(|_| !is_shown));
+            let unseen = is_shown.into_iter().enumerate().filter(|(_, is_shown)| !is_shown);
+            unseen.for_each(|(place, _)| drop(self.0.take(place)));
         }
+    }
+
+    fn place(&self, inode: u64) -> Option<usize> {
+        self.0.iter().find(|(_, segment)| segment.inode == inode).map(|(place, _)| place)
     }
 
     /// The descriptor of the file with this inode.
     pub(super) fn file(&self, inode: u64) -> Option<i32> {
-        self.0.iter().flatten().find(|segment| segment.inode == inode).map(|segment| segment.fd.raw())
+        self.0.get(self.place(inode)?).map(|segment| segment.fd.raw())
     }
 
     /// As [`file`](Self::file), and leaves it to the caller.
     pub(super) fn take(&mut self, inode: u64) -> Option<Fd> {
-        let mut places = self.0.iter_mut();
-        let found = places.find_map(|place| place.take_if(|segment| segment.inode == inode))?;
-        Some(found.fd)
+        self.0.take(self.place(inode)?).map(|segment| segment.fd)
     }
 }
 

@@ -12,10 +12,11 @@ use crate::address_space::list_clock::ListClock;
 use crate::address_space::maps::Maps;
 use crate::address_space::rss_watch::RssWatch;
 use crate::attached;
-use crate::owned_ranges::hide;
+use crate::owned_ranges::{Owned, hide};
 use crate::runtime::affinity::Affinity;
 use crate::runtime::connection::{ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
 use crate::runtime::housekeeping::exit_if_alone;
+use crate::runtime::places::Places;
 use crate::state::{AGENT, ATTACHED, SHARED, is_lent, read_settings};
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
@@ -27,7 +28,7 @@ use pagefold_protocol::channel::Channel;
 use pagefold_protocol::handshake::{
     HOLD_FEATURES, WATCH_FEATURES, receive_welcome, send_hello, send_unable, take_welcome,
 };
-use pagefold_protocol::message::{self, Op, Packet, SEGMENTS_HELD};
+use pagefold_protocol::message::{self, Op, Packet};
 
 pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     let began = sched::monotonic_ns();
@@ -162,7 +163,7 @@ fn set_up(
         freeze_area,
         huge_freeze_area: None,
         nursery: None,
-        segments: [const { None }; SEGMENTS_HELD],
+        segments: Places::new(Owned::Segments),
         earlier,
         pagemap,
         maps,
@@ -211,9 +212,8 @@ pub(crate) fn alone(segment: Fd) -> Option<Agent> {
     let mut agent = set_up(channel, open_files().ok()?, uffd::open_device().ok().as_ref(), &mut None).ok()?;
     let (len, _) = pagefold_os::memfd::len_and_inode(segment.raw()).ok()?;
     let map = mem::Mapping::file(segment.raw(), 0, len as usize, libc::PROT_READ, libc::MAP_SHARED).ok()?;
-    agent.segments[0] =
-        Some(super::session::Segment { id: 0, fd: segment, map, pages: (len / PAGE_SIZE as u64) as u32 });
-    Some(agent)
+    let segment = super::session::Segment { id: 0, fd: segment, map, pages: (len / PAGE_SIZE as u64) as u32 };
+    agent.segments.put(0, segment).then_some(agent)
 }
 
 #[cfg(test)]

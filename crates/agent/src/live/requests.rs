@@ -15,6 +15,7 @@ use crate::cold;
 use crate::live::remap_huge::pieces_of_one;
 use crate::owned_ranges::hide;
 use crate::runtime::housekeeping::housekeep;
+use crate::runtime::thread::trim_stack;
 use crate::state::{AGENT, ATTACHED, MAY_START, SHARED, is_lent};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -37,6 +38,8 @@ impl Agent {
     pub(super) fn serve(&mut self, socket: &Fd) -> Result<()> {
         let mut looked = 0;
         let (mut busy, mut told) = (0, 0);
+        // Greetings and merges call deep.
+        let mut was_deep = true;
         loop {
             let looks = housekeep(&mut looked, AGENT, Some(&self.watch));
             if looks && SHARED.all.load(Ordering::Relaxed) && self.rss_watch.has_grown() {
@@ -69,6 +72,9 @@ impl Agent {
                 return Ok(());
             }
             if ready == 0 {
+                if core::mem::take(&mut was_deep) {
+                    trim_stack();
+                }
                 continue;
             }
             if polls[1].revents != 0 {
@@ -92,6 +98,7 @@ impl Agent {
                 SHARED.give_up();
                 return sock::send(socket, answer.bytes(), &[]);
             }
+            was_deep |= [Op::Remap, Op::Unshare, Op::Lend].map(|op| op as u32).contains(&request.op);
             let mut carried = None;
             if request.op == Op::OpenEarlier as u32 {
                 carried = self.earlier.file(request.a);
@@ -156,9 +163,9 @@ impl Agent {
             FORGET => {
                 for index in 0..count {
                     let id: u32 = self.channel.request(index);
-                    let place = &mut self.segments[id as usize % SEGMENTS_HELD];
-                    if place.as_ref().is_some_and(|held| held.id == id) {
-                        *place = None;
+                    let place = id as usize % SEGMENTS_HELD;
+                    if self.segments.get(place).is_some_and(|held| held.id == id) {
+                        drop(self.segments.take(place));
                     }
                 }
                 Ok(count)
@@ -310,7 +317,7 @@ impl Agent {
         for index in 0..(ids as usize).min(fds.len()).min(SEGMENTS_PER_REQUEST) {
             let id: u32 = self.channel.request(LIST_MAX - 1 - index);
             // Whatever becomes of the new one: what has the place may be an older segment of the same id.
-            self.segments[id as usize % SEGMENTS_HELD] = None;
+            drop(self.segments.take(id as usize % SEGMENTS_HELD));
             let _ = fds.take(index).is_some_and(|fd| self.hold_segment(id, fd));
         }
     }
@@ -328,7 +335,6 @@ impl Agent {
         let flags = libc::MAP_SHARED;
         let Ok(map) = mem::Mapping::file(fd.raw(), 0, len as usize, libc::PROT_READ, flags) else { return false };
         hide(&map);
-        self.segments[id as usize % SEGMENTS_HELD] = Some(Segment { id, fd, map, pages: (len / PAGE) as u32 });
-        true
+        self.segments.put(id as usize % SEGMENTS_HELD, Segment { id, fd, map, pages: (len / PAGE) as u32 })
     }
 }

@@ -13,6 +13,7 @@ use crate::address_space::rss_watch::RssWatch;
 use crate::limits::NURSERY_LEN;
 use crate::owned_ranges::{self, Owned, OwnedMapping};
 use crate::runtime::affinity::Affinity;
+use crate::runtime::places::Places;
 use crate::runtime::wakeup::Wakeup;
 use crate::state::{AGENT, ATTACHED, SHARED};
 use core::ffi::c_int;
@@ -59,7 +60,7 @@ pub(crate) struct Agent {
     pub(super) huge_freeze_area: Option<(OwnedMapping, c_int)>,
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     pub(super) nursery: Option<Option<u64>>,
-    pub(super) segments: [Option<Segment>; SEGMENTS_HELD],
+    pub(super) segments: Places<Segment>,
     /// Segments of the connections before.
     pub(super) earlier: EarlierSegments,
     /// The process's page map.
@@ -79,13 +80,13 @@ pub(crate) struct Agent {
 impl Agent {
     /// Where the slots `slot..slot + pages` of `segment` can be read, if we hold it.
     pub(crate) fn slots(&self, segment: u32, slot: u32, pages: u32) -> Option<*const Page> {
-        let held = self.segments[segment as usize % SEGMENTS_HELD].as_ref().filter(|held| held.id == segment)?;
+        let held = self.segments.get(segment as usize % SEGMENTS_HELD).filter(|held| held.id == segment)?;
         let end = slot.checked_add(pages)?;
         (end <= held.pages).then(|| (held.map.addr() + u64::from(slot) * PAGE) as *const Page)
     }
 
     pub(crate) fn segment_fd(&self, segment: u32) -> Option<i32> {
-        let held = self.segments[segment as usize % SEGMENTS_HELD].as_ref().filter(|held| held.id == segment)?;
+        let held = self.segments.get(segment as usize % SEGMENTS_HELD).filter(|held| held.id == segment)?;
         Some(held.fd.raw())
     }
 
@@ -131,8 +132,7 @@ impl Agent {
 
     /// Keeps for the next daemon what merged memory shows of this one's segments.
     pub(super) fn keep_segments(&mut self) {
-        let segments = self.segments.iter_mut().filter_map(Option::take);
-        self.earlier.keep(segments.map(|segment| segment.fd), &self.maps);
+        self.earlier.keep(self.segments.drain().map(|segment| segment.fd), &self.maps);
     }
 
     pub(crate) fn remember_merged(&self, range: Range) {

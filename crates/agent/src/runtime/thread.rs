@@ -8,7 +8,7 @@ use crate::owned_ranges::{self, Owned};
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, Ordering};
 use pagefold_os::signal::Blocked;
-use pagefold_os::{Range, mem, syscall};
+use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
 use pagefold_protocol::seccomp_filter::{ATTACHED_THREAD_FLAGS, THREAD_FLAGS};
 
 const STACK_LEN: usize = 256 << 10;
@@ -187,6 +187,24 @@ pub(crate) fn begin_thread(name: &CStr) -> bool {
 pub(crate) fn name_thread(name: &CStr) {
     // SAFETY: names the thread.
     let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, name.as_ptr()) };
+}
+
+/// Gives back what deep calls have left of the calling thread's stack, below the frames that are in use: most of it is
+/// zeros, in each program that has an agent.
+#[inline(never)]
+pub(crate) fn trim_stack() {
+    // The frames of the calls that do it lie below this one.
+    const KEPT: u64 = 2 * PAGE_SIZE as u64;
+    let frame = 0u8;
+    let at = core::ptr::from_ref(core::hint::black_box(&frame)) as u64;
+    for owned in [Owned::Stack, Owned::LoanStack] {
+        let stack = owned_ranges::range_of(owned);
+        let end = (at & !(PAGE_SIZE as u64 - 1)) - KEPT;
+        if (stack.start..stack.end).contains(&at) && end > stack.start {
+            // SAFETY: nothing below the stack pointer is in use, and the thread takes no signal.
+            let _ = unsafe { mem::advise(stack.start, end - stack.start, libc::MADV_DONTNEED) };
+        }
+    }
 }
 
 pub(crate) fn exit_thread() -> ! {
