@@ -45,7 +45,7 @@ impl Map<'_> {
         let left_out = start.saturating_sub(self.range.start);
         self.range.start += left_out;
         if self.inode != 0 {
-            self.offset += left_out;
+            self.offset = self.offset.saturating_add(left_out);
         }
         self
     }
