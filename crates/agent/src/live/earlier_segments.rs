@@ -5,12 +5,12 @@
 
 use crate::address_space::maps::Maps;
 use crate::owned_ranges::Owned;
-use crate::runtime::places::{COUNT, Places};
+use crate::runtime::sparse_table::{COUNT, SparseTable};
 use pagefold_os::fd::Fd;
 use pagefold_os::memfd;
 
 /// At most as many as one connection has. Each keeps a whole segment in memory, so none is kept that nothing shows.
-pub(super) struct EarlierSegments(Places<Earlier>);
+pub(super) struct EarlierSegments(SparseTable<Earlier>);
 
 struct Earlier {
     inode: u64,
@@ -19,15 +19,15 @@ struct Earlier {
 
 impl EarlierSegments {
     pub(super) const fn none() -> EarlierSegments {
-        EarlierSegments(Places::new(Owned::EarlierSegments))
+        EarlierSegments(SparseTable::new(Owned::EarlierSegments))
     }
 
     /// Keeps those of `segments` that the process shows, and closes the others.
     pub(super) fn keep(&mut self, segments: impl Iterator<Item = Fd>, maps: &Maps) {
         for fd in segments {
             let Ok((_, inode)) = memfd::len_and_inode(fd.raw()) else { continue };
-            if let Some(empty) = self.0.first_empty().filter(|_| self.place(inode).is_none()) {
-                self.0.put(empty, Earlier { inode, fd });
+            if let Some(free) = self.0.first_free().filter(|_| self.number(inode).is_none()) {
+                self.0.put(free, Earlier { inode, fd });
             }
         }
         self.close_unseen(maps);
@@ -40,28 +40,28 @@ impl EarlierSegments {
         }
         let mut is_shown = [false; COUNT];
         let seen = maps.pool_inodes(|inode| {
-            if let Some(place) = self.place(inode) {
-                is_shown[place] = true;
+            if let Some(number) = self.number(inode) {
+                is_shown[number] = true;
             }
         });
         if seen.is_ok() {
             let unseen = is_shown.into_iter().enumerate().filter(|(_, is_shown)| !is_shown);
-            unseen.for_each(|(place, _)| drop(self.0.take(place)));
+            unseen.for_each(|(number, _)| drop(self.0.take(number)));
         }
     }
 
-    fn place(&self, inode: u64) -> Option<usize> {
-        self.0.iter().find(|(_, segment)| segment.inode == inode).map(|(place, _)| place)
+    fn number(&self, inode: u64) -> Option<usize> {
+        self.0.iter().find(|(_, segment)| segment.inode == inode).map(|(number, _)| number)
     }
 
     /// The descriptor of the file with this inode.
     pub(super) fn file(&self, inode: u64) -> Option<i32> {
-        self.0.get(self.place(inode)?).map(|segment| segment.fd.raw())
+        self.0.get(self.number(inode)?).map(|segment| segment.fd.raw())
     }
 
     /// As [`file`](Self::file), and leaves it to the caller.
     pub(super) fn take(&mut self, inode: u64) -> Option<Fd> {
-        self.0.take(self.place(inode)?).map(|segment| segment.fd)
+        self.0.take(self.number(inode)?).map(|segment| segment.fd)
     }
 }
 

@@ -16,7 +16,7 @@ use crate::owned_ranges::{Owned, hide};
 use crate::runtime::affinity::Affinity;
 use crate::runtime::connection::{ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
 use crate::runtime::housekeeping::exit_if_alone;
-use crate::runtime::places::Places;
+use crate::runtime::sparse_table::SparseTable;
 use crate::state::{AGENT, ATTACHED, SHARED, is_lent, read_settings};
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
@@ -163,7 +163,7 @@ fn set_up(
         freeze_area,
         huge_freeze_area: None,
         nursery: None,
-        segments: Places::new(Owned::Segments),
+        segments: SparseTable::new(Owned::Segments),
         earlier,
         pagemap,
         maps,

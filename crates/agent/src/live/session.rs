@@ -13,7 +13,7 @@ use crate::address_space::rss_watch::RssWatch;
 use crate::limits::NURSERY_LEN;
 use crate::owned_ranges::{self, Owned, OwnedMapping};
 use crate::runtime::affinity::Affinity;
-use crate::runtime::places::Places;
+use crate::runtime::sparse_table::SparseTable;
 use crate::runtime::wakeup::Wakeup;
 use crate::state::{AGENT, ATTACHED, SHARED};
 use core::ffi::c_int;
@@ -60,7 +60,7 @@ pub(crate) struct Agent {
     pub(super) huge_freeze_area: Option<(OwnedMapping, c_int)>,
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     pub(super) nursery: Option<Option<u64>>,
-    pub(super) segments: Places<Segment>,
+    pub(super) segments: SparseTable<Segment>,
     /// Segments of the connections before.
     pub(super) earlier: EarlierSegments,
     /// The process's page map.

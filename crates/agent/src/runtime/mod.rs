@@ -3,7 +3,7 @@
 pub(crate) mod affinity;
 pub(crate) mod connection;
 pub(crate) mod housekeeping;
-pub(crate) mod places;
 pub(crate) mod signals;
+pub(crate) mod sparse_table;
 pub(crate) mod thread;
 pub(crate) mod wakeup;

@@ -1,89 +1,88 @@
-//! Numbered places for values of which there are few, in memory of their own.
+//! A table with room for many entries, of which there are few, in memory of its own.
 //!
-//! On the stack of the agent's thread empty places would be pages of zeros, in each program that has an agent. This memory
-//! is mapped with the first value, and only its pages with values are ever touched.
+//! On the stack of the agent's thread the room would be pages of zeros, in each program that has an agent. This memory is
+//! mapped with the first entry, and only its pages with entries are ever touched.
 
 use crate::owned_ranges::{Owned, OwnedMapping};
 use core::marker::PhantomData;
 use pagefold_os::{Range, mem};
 
-/// How many places there are.
+/// For how many entries there is room.
 pub(crate) const COUNT: usize = pagefold_protocol::message::SEGMENTS_HELD;
 const WORD: usize = u64::BITS as usize;
 
-/// `COUNT` places, each empty or with a value.
-pub(crate) struct Places<T> {
+/// Entries by their number, below `COUNT`.
+pub(crate) struct SparseTable<T> {
     owned: Owned,
     memory: Option<OwnedMapping>,
-    /// One bit for each place that has a value.
-    full: [u64; COUNT.div_ceil(WORD)],
-    values: PhantomData<T>,
+    /// One bit for each number that has an entry.
+    present: [u64; COUNT.div_ceil(WORD)],
+    entries: PhantomData<T>,
 }
 
-impl<T> Places<T> {
-    /// Empty places; their memory will be `owned`.
-    pub(crate) const fn new(owned: Owned) -> Places<T> {
-        Places { owned, memory: None, full: [0; COUNT.div_ceil(WORD)], values: PhantomData }
+impl<T> SparseTable<T> {
+    /// An empty table; its memory will be `owned`.
+    pub(crate) const fn new(owned: Owned) -> SparseTable<T> {
+        SparseTable { owned, memory: None, present: [0; COUNT.div_ceil(WORD)], entries: PhantomData }
     }
 
-    fn is_full(&self, place: usize) -> bool {
-        self.full[place / WORD] >> (place % WORD) & 1 == 1
+    fn has(&self, number: usize) -> bool {
+        self.present[number / WORD] >> (number % WORD) & 1 == 1
     }
 
-    /// Where the value of `place` lies, if there is one.
-    fn at(&self, place: usize) -> Option<*mut T> {
-        let memory = self.memory.as_ref().filter(|_| self.is_full(place))?;
-        Some((memory.range().start as *mut T).wrapping_add(place))
+    /// Where the entry lies, if there is one.
+    fn at(&self, number: usize) -> Option<*mut T> {
+        let memory = self.memory.as_ref().filter(|_| self.has(number))?;
+        Some((memory.range().start as *mut T).wrapping_add(number))
     }
 
-    /// The value in `place`.
-    pub(crate) fn get(&self, place: usize) -> Option<&T> {
-        // SAFETY: the place is full, so `put` has written a value there, and it has not been taken since; it is borrowed
-        // as these places are.
-        self.at(place).map(|at| unsafe { &*at })
+    /// The entry `number`.
+    pub(crate) fn get(&self, number: usize) -> Option<&T> {
+        // SAFETY: its bit is set, so `put` has written it, and it has not been taken since; it is borrowed as the table is.
+        self.at(number).map(|at| unsafe { &*at })
     }
 
-    /// Takes the value out of `place`.
-    pub(crate) fn take(&mut self, place: usize) -> Option<T> {
-        let at = self.at(place)?;
-        self.full[place / WORD] &= !(1 << (place % WORD));
-        // SAFETY: the place was full, so `put` has written a value there; it is empty from now on, so this reads it once.
+    /// Takes the entry `number` out.
+    pub(crate) fn take(&mut self, number: usize) -> Option<T> {
+        let at = self.at(number)?;
+        self.present[number / WORD] &= !(1 << (number % WORD));
+        // SAFETY: its bit was set, so `put` has written it; the bit is clear from now on, so it is read out once.
         Some(unsafe { at.read() })
     }
 
-    /// Puts `value` into `place`, and drops what is there; false, without the value, if there is no memory.
-    pub(crate) fn put(&mut self, place: usize, value: T) -> bool {
-        drop(self.take(place));
+    /// Makes `entry` the entry `number`, and drops the one before; false, without either, if there is no memory.
+    pub(crate) fn put(&mut self, number: usize, entry: T) -> bool {
+        drop(self.take(number));
         if self.memory.is_none() {
             let Ok(map) = mem::Mapping::anonymous(COUNT * size_of::<T>()) else { return false };
             let range = Range { start: map.addr(), end: map.addr() + map.len() as u64 };
             self.memory.insert(OwnedMapping::new(self.owned, map, range)).register();
         }
-        self.full[place / WORD] |= 1 << (place % WORD);
-        if let Some(at) = self.at(place) {
-            // SAFETY: the memory is private to these places, has room for `COUNT` values, and begins with a page.
-            unsafe { at.write(value) };
+        self.present[number / WORD] |= 1 << (number % WORD);
+        if let Some(at) = self.at(number) {
+            // SAFETY: the memory is private to the table, has room for `COUNT` entries, and begins with a page.
+            unsafe { at.write(entry) };
         }
         true
     }
 
-    /// Places and their values.
+    /// Numbers and their entries.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, &T)> {
-        (0..COUNT).filter_map(|place| Some((place, self.get(place)?)))
+        (0..COUNT).filter_map(|number| Some((number, self.get(number)?)))
     }
 
-    /// The first empty place.
-    pub(crate) fn first_empty(&self) -> Option<usize> {
-        (0..COUNT).find(|place| !self.is_full(*place))
+    /// The first number without an entry.
+    pub(crate) fn first_free(&self) -> Option<usize> {
+        (0..COUNT).find(|number| !self.has(*number))
     }
 
-    /// Takes all values out.
+    /// Takes all entries out.
     pub(crate) fn drain(&mut self) -> impl Iterator<Item = T> {
-        (0..COUNT).filter_map(|place| self.take(place))
+        (0..COUNT).filter_map(|number| self.take(number))
     }
 }
 
-impl<T> Drop for Places<T> {
+impl<T> Drop for SparseTable<T> {
     fn drop(&mut self) {
         self.drain().for_each(drop);
     }
@@ -95,23 +94,23 @@ mod tests {
     use std::rc::Rc;
 
     #[test]
-    fn values_are_where_they_were_put_and_are_dropped_once() {
+    fn entries_are_where_they_were_put_and_are_dropped_once() {
         let value = Rc::new(());
-        let mut places = Places::new(Owned::Segments);
-        assert!(places.get(0).is_none() && places.take(COUNT - 1).is_none() && places.first_empty() == Some(0));
-        for place in [0, 63, 64, COUNT - 1] {
-            assert!(places.put(place, (place, value.clone())));
+        let mut table = SparseTable::new(Owned::Segments);
+        assert!(table.get(0).is_none() && table.take(COUNT - 1).is_none() && table.first_free() == Some(0));
+        for number in [0, 63, 64, COUNT - 1] {
+            assert!(table.put(number, (number, value.clone())));
         }
-        assert!(places.put(64, (640, value.clone())), "in place of the one before");
+        assert!(table.put(64, (640, value.clone())), "in place of the one before");
         assert_eq!(Rc::strong_count(&value), 5);
-        let seen: Vec<_> = places.iter().map(|(place, value)| (place, value.0)).collect();
+        let seen: Vec<_> = table.iter().map(|(number, value)| (number, value.0)).collect();
         assert_eq!(seen, [(0, 0), (63, 63), (64, 640), (COUNT - 1, COUNT - 1)]);
-        assert_eq!(places.take(0).map(|value| value.0), Some(0));
-        assert_eq!((places.first_empty(), Rc::strong_count(&value)), (Some(0), 4));
-        assert_eq!(places.drain().map(|value| value.0).collect::<Vec<_>>(), [63, 640, COUNT - 1]);
-        assert!(places.iter().next().is_none() && Rc::strong_count(&value) == 1);
-        assert!(places.put(7, (7, value.clone())));
-        drop(places);
+        assert_eq!(table.take(0).map(|value| value.0), Some(0));
+        assert_eq!((table.first_free(), Rc::strong_count(&value)), (Some(0), 4));
+        assert_eq!(table.drain().map(|value| value.0).collect::<Vec<_>>(), [63, 640, COUNT - 1]);
+        assert!(table.iter().next().is_none() && Rc::strong_count(&value) == 1);
+        assert!(table.put(7, (7, value.clone())));
+        drop(table);
         assert_eq!(Rc::strong_count(&value), 1);
     }
 }
