@@ -550,17 +550,13 @@ mod tests {
 
     #[test]
     fn the_table_agrees_with_a_map_of_pages() {
-        let mut seed = 7u64;
-        let mut random = |below: u64| {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (seed >> 33) % below
-        };
+        let mut random = fastrand::Rng::with_seed(7);
         let mut table = Box::new(RangeAttributes::new());
         let mut model: BTreeMap<u64, Attributes> = BTreeMap::new();
         for _ in 0..20_000 {
-            let start = random(64);
-            let range = Range { start, end: start + 1 + random(12) };
-            match random(4) {
+            let start = random.u64(..64);
+            let range = Range { start, end: start + random.u64(1..13) };
+            match random.u64(..4) {
                 0 => {
                     table.forget(range);
                     for page in range.start..range.end {
@@ -698,15 +694,11 @@ mod tests {
 
     #[test]
     fn merged_chunks_agree_with_a_set_and_neighbours_share_memory() {
-        let mut seed = 11u64;
-        let mut random = |below: u64| {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (seed >> 33) % below
-        };
+        let mut random = fastrand::Rng::with_seed(11);
         let (mut set, mut model) = (Box::new(MergedChunks::new()), std::collections::BTreeSet::new());
         let at = |chunk: u64| Range { start: chunk << 21, end: (chunk << 21) + 4096 };
         for _ in 0..200 {
-            let (first, count) = (1 + random(1 << 26), 1 + random(100));
+            let (first, count) = (random.u64(1..1 << 26), random.u64(1..100));
             (first..first + count).for_each(|chunk| set.add(at(chunk)));
             model.extend(first..first + count);
         }

@@ -132,11 +132,10 @@ fn threads_leave_table_and_order_equal() {
         for thread in 0..3u64 {
             let store = &store;
             scope.spawn(move || {
-                let mut state = thread + 1;
+                let mut random = fastrand::Rng::with_seed(thread);
                 for _ in 0..20_000 {
-                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    let key = format!("x{}", (state >> 33) % 200);
-                    if state >> 63 == 0 {
+                    let key = format!("x{}", random.u8(..200));
+                    if random.bool() {
                         store.set(key.as_bytes(), b"1").unwrap();
                     } else {
                         store.delete(key.as_bytes()).unwrap();

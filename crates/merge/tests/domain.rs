@@ -142,11 +142,8 @@ fn what_only_looks_like_a_slot_is_not_compared_for_ever() {
 fn looks_that_are_left_out_would_have_changed_nothing() {
     let mut left_out = 0;
     for seed in 0..12u64 {
-        let mut random = seed;
-        let mut below = |limit: u64| {
-            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (random >> 33) % limit
-        };
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut below = |limit: u64| random.u64(..limit);
         let make = |idle_pages_min| {
             let config = Config { idle_pages_min, pool_max_bytes: 1 << 20, ..Config::default() };
             let bench = Bench::new(config, Options::default());

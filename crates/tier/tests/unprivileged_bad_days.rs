@@ -211,17 +211,16 @@ fn damaged_memory_is_an_error_and_never_wrong_bytes() {
         }
         let path = format!("/proc/self/fd/{}", tier.fds().0);
         let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
-        let mut state = seed;
+        let mut random = fastrand::Rng::with_seed(seed);
         // The content slabs begin after slab 0, the table, and the leaves: damage only them.
         let mut damaged = 0;
         let len = file.metadata().unwrap().len();
         while damaged < 400 {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let offset = (3 << 18) + (state >> 20) % (len - (3 << 18));
+            let offset = random.u64(3 << 18..len);
             let mut byte = [0];
             file.read_exact_at(&mut byte, offset).unwrap();
             if byte[0] != 0 {
-                file.write_all_at(&[byte[0] ^ 1 << (state >> 60 & 7)], offset).unwrap();
+                file.write_all_at(&[byte[0] ^ 1 << random.u8(..8)], offset).unwrap();
                 damaged += 1;
             }
         }

@@ -96,18 +96,17 @@ fn work(socket: &Path, journal: &Journal, seed: u64) -> ! {
                 }
             }
         });
-        let mut state = seed;
+        let mut random = fastrand::Rng::with_seed(seed);
         loop {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let client = 1 + (state >> 62) as u32 % 2;
-            let page = (state >> 30) % PAGES;
-            let content = 1 + (state >> 45) as u16 % 4000;
-            if (state >> 20).is_multiple_of(4) {
-                let end = (page + 1 + (state >> 10) % 12).min(PAGES);
+            let client = random.u32(1..=2);
+            let page = random.u64(..PAGES);
+            let content = random.u16(1..=4000);
+            if random.u8(..4) == 0 {
+                let end = (page + random.u64(1..=12)).min(PAGES);
                 (page..end).for_each(|page| journal.intend(client, page, 0));
                 tier.discard(client, page..end);
                 (page..end).for_each(|page| journal.done(client, page, 0));
-            } else if (state >> 20) % 500 == 1 {
+            } else if random.u16(..500) == 0 {
                 // A child of client 1: its pages are those of the parent at this moment.
                 (0..PAGES).for_each(|page| journal.intend(3, page, 0));
                 tier.remove_client(3);
@@ -121,7 +120,7 @@ fn work(socket: &Path, journal: &Journal, seed: u64) -> ! {
                 }
             } else {
                 journal.intend(client, page, content);
-                let effort = if state >> 63 == 0 { Effort::Fast } else { Effort::Dense };
+                let effort = if random.bool() { Effort::Fast } else { Effort::Dense };
                 match tier.store(client, page, &page_of(content), effort) {
                     Ok(_) => journal.done(client, page, content),
                     Err(_) => journal.intend(client, page, journal.get(slot(client, page))),

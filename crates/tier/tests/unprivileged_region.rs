@@ -245,22 +245,21 @@ fn no_write_is_lost_under_a_parker() {
                         std::slice::from_raw_parts((base as *const u8).add(WRITERS * EACH * PAGE), 128 * PAGE)
                     };
                     let mut model = vec![0_u16; EACH];
-                    let mut state = number as u64 + 1;
+                    let mut random = fastrand::Rng::with_seed(number as u64);
                     let mut step = 0;
                     while Instant::now() < end {
-                        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                        let page = (state >> 33) as usize % EACH;
+                        let page = random.usize(..EACH);
                         let slice = &mut own[page * PAGE..][..PAGE];
                         if model[page] == 0 {
                             assert!(slice.iter().all(|byte| *byte == 0), "writer {number}, page {page}: not fresh");
                         } else {
                             assert!(*slice == page_of(model[page]), "writer {number}, page {page}, step {step}");
                         }
-                        if state >> 62 != 0 {
-                            model[page] = ((state >> 20) as u16 | 1) % 2048;
+                        if random.u8(..4) > 0 {
+                            model[page] = random.u16(..2048) | 1;
                             slice.copy_from_slice(&page_of(model[page]));
                         }
-                        let shared = (state >> 12) as usize % 128;
+                        let shared = random.usize(..128);
                         assert!(common[shared * PAGE..][..PAGE] == page_of(shared as u16), "common page {shared}");
                         step += 1;
                     }

@@ -30,17 +30,16 @@ fn loads_see_whole_pages_of_their_own() {
             let tier = &tier;
             let stop = &stop;
             scope.spawn(move || {
-                let mut state = seed;
+                let mut random = fastrand::Rng::with_seed(seed);
                 while !stop.load(Ordering::Relaxed) {
-                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    let (page, version) = ((state >> 20) % PAGES, (state >> 40) % 300);
-                    let client = if state >> 63 == 0 { 1 } else { 9 };
-                    match (state >> 12) % 10 {
+                    let (page, version) = (random.u64(..PAGES), random.u64(..300));
+                    let client = if random.bool() { 1 } else { 9 };
+                    match random.u8(..10) {
                         0..=1 => drop(tier.discard(client, page..page + 3)),
                         2 => drop(tier.write_back_now(20_000)),
                         3 => drop(tier.compact_now()),
                         4 => drop(tier.tick()),
-                        5 if (state >> 50) % 16 == 0 => {
+                        5 if random.u8(..16) == 0 => {
                             tier.remove_client(100 + seed as u32);
                             tier.fork_client(client, 100 + seed as u32).unwrap();
                         }
@@ -55,11 +54,10 @@ fn loads_see_whole_pages_of_their_own() {
         for seed in 5..7_u64 {
             let (tier, stop, loaded) = (&tier, &stop, &loaded);
             scope.spawn(move || {
-                let mut state = seed;
+                let mut random = fastrand::Rng::with_seed(seed);
                 let mut data = [0; 4096];
                 while !stop.load(Ordering::Relaxed) {
-                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    let (page, client) = ((state >> 20) % PAGES, [1, 9, 101, 102][(state >> 61) as usize % 4]);
+                    let (page, client) = (random.u64(..PAGES), [1, 9, 101, 102][random.usize(..4)]);
                     match tier.load(client, page, &mut data) {
                         Ok(()) => {
                             assert_eq!(data[..8], page.to_le_bytes(), "bytes of another page");

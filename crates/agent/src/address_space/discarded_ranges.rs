@@ -239,17 +239,16 @@ mod tests {
         remove(pages(0, 100));
         assert!(known().is_empty());
         // Any, beside a map of pages.
-        let mut seed = 5u64;
+        let mut random = fastrand::Rng::with_seed(5);
         let mut model = [false; 100];
         for _ in 0..20_000 {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let (start, len) = ((seed >> 33) % 90, 1 + (seed >> 50) % 9);
-            if seed >> 63 == 0 {
+            let (start, len, adds) = (random.u64(..90), random.u64(1..10), random.bool());
+            if adds {
                 add(pages(start, start + len))
             } else {
                 remove(pages(start, start + len))
             }
-            model[start as usize..(start + len) as usize].fill(seed >> 63 == 0);
+            model[start as usize..(start + len) as usize].fill(adds);
             assert!((0..100).all(|page| overlap(pages(page, page + 1)) == model[page as usize]));
             let apart = (1..LEN.load(Ordering::Relaxed)).all(|index| get(index - 1).end < get(index).start);
             assert!(apart, "{:?}", known());

@@ -17,22 +17,21 @@ fn blocks_never_overlap_and_come_back() {
     let arena = Arena::private(&Options { capacity_bytes: 512 << 20, ..small() }).unwrap();
     let thread = arena.thread().unwrap();
     let mut live: BTreeMap<u64, usize> = BTreeMap::new();
-    let mut random = 0x9e37_79b9_7f4a_7c15u64;
+    let mut random = fastrand::Rng::with_seed(7);
     for round in 0..20_000 {
-        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         if live.len() > 400 || (round % 3 == 0 && !live.is_empty()) {
-            let nth = (random >> 33) as usize % live.len();
+            let nth = random.usize(..live.len());
             let block = *live.keys().nth(nth).unwrap();
             live.remove(&block);
             arena.free(&thread, block);
             continue;
         }
-        let size = match random >> 62 {
-            0 => 1 + (random >> 20) as usize % 64,
-            1 => 1 + (random >> 20) as usize % 5000,
-            2 => 64 * (1 + (random >> 20) as usize % 40),
-            _ if (random >> 20).is_multiple_of(50) => SPAN_BYTES + (random >> 30) as usize % SPAN_BYTES,
-            _ => 1 + (random >> 20) as usize % 100_000.min(SMALL_BYTES_MAX),
+        let size = match random.u8(..4) {
+            0 => random.usize(1..=64),
+            1 => random.usize(1..=5000),
+            2 => 64 * random.usize(1..=40),
+            _ if random.u8(..50) == 0 => random.usize(SPAN_BYTES..2 * SPAN_BYTES),
+            _ => random.usize(1..=100_000.min(SMALL_BYTES_MAX)),
         };
         let block = arena.alloc(&thread, size).unwrap();
         assert!(arena.block_bytes(block) >= size as u64);
