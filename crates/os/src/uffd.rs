@@ -336,7 +336,7 @@ impl Uffd {
         let mut arg = Copy_ { dst, src, len, mode, copied: 0 };
         match ioctl(&self.0, COPY, &mut arg) {
             Ok(()) => (len, None),
-            Err(errno) => (arg.copied.max(0) as u64, Some(errno)),
+            Err(errno) => (arg.copied.max(0) as u64, Some(self.settled(errno))),
         }
     }
 
@@ -345,7 +345,7 @@ impl Uffd {
         let mut arg = Zeropage { range: range.into(), mode, zeroed: 0 };
         match ioctl(&self.0, ZEROPAGE, &mut arg) {
             Ok(()) => (range.len(), None),
-            Err(errno) => (arg.zeroed.max(0) as u64, Some(errno)),
+            Err(errno) => (arg.zeroed.max(0) as u64, Some(self.settled(errno))),
         }
     }
 
@@ -356,7 +356,7 @@ impl Uffd {
         let mut arg = Zeropage { range: range.into(), mode, zeroed: 0 };
         match ioctl(&self.0, CONTINUE, &mut arg) {
             Ok(()) => (range.len(), None),
-            Err(errno) => (arg.zeroed.max(0) as u64, Some(errno)),
+            Err(errno) => (arg.zeroed.max(0) as u64, Some(self.settled(errno))),
         }
     }
 
@@ -366,7 +366,7 @@ impl Uffd {
         let mut arg = Zeropage { range: range.into(), mode, zeroed: 0 };
         match ioctl(&self.0, POISON, &mut arg) {
             Ok(()) => (range.len(), None),
-            Err(errno) => (arg.zeroed.max(0) as u64, Some(errno)),
+            Err(errno) => (arg.zeroed.max(0) as u64, Some(self.settled(errno))),
         }
     }
 
@@ -382,7 +382,16 @@ impl Uffd {
 
     /// Why nothing can be done where nothing of ours is ever registered: the kernel looks at the range last.
     fn refusal(&self) -> Option<Errno> {
-        self.zero(Range { start: LOWEST, end: LOWEST + PAGE_SIZE as u64 }, DONTWAKE).1
+        let range = Range { start: LOWEST, end: LOWEST + PAGE_SIZE as u64 };
+        let mut arg = Zeropage { range: range.into(), mode: DONTWAKE, zeroed: 0 };
+        ioctl(&self.0, ZEROPAGE, &mut arg).err()
+    }
+
+    /// `errno`, but `EAGAIN` in place of `ENOENT` while a change of the memory has not been read. Linux looks for the
+    /// mapping before it asks whether mappings change (`mfill_atomic`, since 6.9): a page whose mapping has just moved
+    /// away is not there, and the event that tells where it is comes after that.
+    fn settled(&self, errno: Errno) -> Errno {
+        if errno == Errno(libc::ENOENT) && self.is_changing() { Errno(libc::EAGAIN) } else { errno }
     }
 
     /// Write-protects `range`.
