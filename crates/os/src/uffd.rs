@@ -388,8 +388,8 @@ impl Uffd {
     }
 
     /// `errno`, but `EAGAIN` in place of `ENOENT` while a change of the memory has not been read. Linux looks for the
-    /// mapping before it asks whether mappings change (`mfill_atomic`, since 6.9): a page whose mapping has just moved
-    /// away is not there, and the event that tells where it is comes after that.
+    /// mapping before it asks whether mappings change (`mfill_atomic`, since 6.9): a mapping that has just moved away is
+    /// not there, and the event that tells where it is comes after that.
     fn settled(&self, errno: Errno) -> Errno {
         if errno == Errno(libc::ENOENT) && self.is_changing() { Errno(libc::EAGAIN) } else { errno }
     }
