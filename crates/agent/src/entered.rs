@@ -10,7 +10,7 @@ use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::Uffd;
-use pagefold_os::{Range, mem, sock, syscall};
+use pagefold_os::{Range, mem, memfd, sock, syscall};
 use pagefold_protocol::entry::{EntryPage, stage};
 use pagefold_protocol::handshake::receive;
 use pagefold_protocol::message::{Op, Packet};
@@ -86,7 +86,7 @@ fn begin(page: &EntryPage) -> Result<()> {
         return Err(Errno(enabled.status));
     }
     if let Some(code) = fds.take(0) {
-        share_code(Range { start: page.image[0], end: page.image[0] + enabled.a }, &code);
+        share_code(page.image[0], &code);
     }
     let path = page.socket.get(..page.socket_len as usize).ok_or(Errno(libc::EINVAL))?;
     let domain_len = page.domain.iter().position(|byte| *byte == 0).unwrap_or(page.domain.len());
@@ -102,14 +102,15 @@ fn begin(page: &EntryPage) -> Result<()> {
     Ok(())
 }
 
-/// Maps the file of the agent's code over the copy that was written here: all programs with an agent share the file's pages.
-/// Where the kernel refuses that, the copy stays.
-fn share_code(copy: Range, file: &Fd) {
+/// Maps the file of the agent's code over the copy that was written to `start`: all programs with an agent share the file's
+/// pages. Where the kernel refuses that, the copy stays.
+fn share_code(start: u64, file: &Fd) {
+    let Ok((len, _)) = memfd::len_and_inode(file.raw()) else { return };
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
     let rights = libc::PROT_READ | libc::PROT_EXEC;
     // SAFETY: the entering process wrote the copy from the bytes of the file, so that whatever executes it, this function
     // included, goes on in the same instructions; and no page of theirs has data.
-    if unsafe { mem::map(copy.start, copy.len(), rights, flags, file.raw(), 0) }.is_ok() {
-        owned_ranges::hide_range(copy.start, copy.len());
+    if unsafe { mem::map(start, len, rights, flags, file.raw(), 0) }.is_ok() {
+        owned_ranges::hide_range(start, len);
     }
 }

@@ -46,7 +46,7 @@ struct Amounts {
 /// # Errors
 /// The first error of reading.
 pub fn parse(mut smaps: impl Read, mut f: impl FnMut(&SmapsEntry<'_>)) -> io::Result<()> {
-    // The mapping whose last line is not read yet, without its name, which comes first.
+    // The mapping, until its last line is read. Its name is kept apart.
     let mut name = Vec::new();
     let mut mapping = None;
     let mut amounts = Amounts::default();

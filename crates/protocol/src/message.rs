@@ -33,7 +33,8 @@ pub enum Op {
     /// Agent: begin a connection; `a` = flags, the domain's name in `text`. Carries the agent's pagemap, and with
     /// [`HELLO_ATTACHED`] perhaps the keeper's end of a new socket between agent and keeper.
     Hello = 1,
-    /// Daemon: answer to `Hello`. Carries the channel and, if the daemon has one, /dev/userfaultfd.
+    /// Daemon: answer to `Hello`. Carries the channel and, if the daemon has one, /dev/userfaultfd. An agent that has just
+    /// entered a program gets two of its own before it greets: one with that device, the other with the file of its code.
     Welcome = 2,
     /// Agent: it is set up (`status` 0), or cannot work (an error number). For the cold tier it carries userfaultfd and
     /// residency map; `a` = 1 if the former is not enabled yet, `b` = processor time that the agent has taken until now,

@@ -112,7 +112,7 @@ fn bring_agent(daemon: &Daemon, pid: i32, domain: &str, manage: Manage) -> Resul
     };
     let Entered { requests, still, may_map_code } = enter(pid, &agent, &settings)?;
     let code = daemon.agent_code.get_or_init(|| code_file(&agent).ok()).as_ref().filter(|_| may_map_code);
-    enable(&requests, daemon.userfault_device.as_ref(), code.map(|file| (file, agent.code_len))).map_err(refused)?;
+    enable(&requests, daemon.userfault_device.as_ref(), code).map_err(refused)?;
     Ok((requests, still))
 }
 
@@ -232,13 +232,12 @@ fn may_ask(pid: i32, asker: u32) -> Result<(), String> {
 }
 
 /// Has the agent's userfaultfd report forks, which takes a privilege that the program need not have. Hands over the file of
-/// its `code` and the length of that.
-fn enable(requests: &Fd, device: Option<&Fd>, code: Option<(&Fd, u64)>) -> Result<(), String> {
+/// its `code`.
+fn enable(requests: &Fd, device: Option<&Fd>, code: Option<&Fd>) -> Result<(), String> {
     let failed = |errno: pagefold_os::Errno| format!("its agent does not answer: {errno}");
     sock::set_timeout(requests, ANSWER_MS).map_err(failed)?;
-    let fds = [device.map_or(-1, Fd::raw)];
     let welcome = Packet::new(Op::Welcome);
-    sock::send(requests, welcome.bytes(), &fds[..usize::from(device.is_some())]).map_err(failed)?;
+    sock::send(requests, welcome.bytes(), device.map(Fd::raw).as_slice()).map_err(failed)?;
     let (ready, mut fds) = receive(requests, Op::Ready).map_err(failed)?;
     let hold = fds.take(0).map(Uffd::from_fd).filter(Uffd::is_one);
     let Some(hold) = hold.filter(|_| ready.status == 0) else {
@@ -249,9 +248,7 @@ fn enable(requests: &Fd, device: Option<&Fd>, code: Option<(&Fd, u64)>) -> Resul
     };
     let enabled = hold.enable(ATTACHED_FEATURES);
     let status = enabled.err().map_or(0, |errno| errno.0);
-    let (file, code_len) = code.map_or((-1, 0), |(file, len)| (file.raw(), len));
-    let answer = Packet { status, a: code_len, ..welcome };
-    sock::send(requests, answer.bytes(), &[file][..usize::from(code_len > 0)]).map_err(failed)?;
+    sock::send(requests, Packet { status, ..welcome }.bytes(), code.map(Fd::raw).as_slice()).map_err(failed)?;
     enabled.map_err(|errno| match errno.0 {
         libc::EPERM => "forks of it could not be followed: a daemon with CAP_SYS_PTRACE can, as root's has".to_owned(),
         _ => format!("its kernel refused userfaultfd: {errno}; see pagefold doctor"),
