@@ -7,11 +7,9 @@
 
 #![cfg(not(loom))]
 
-mod random;
-
+use fastrand::Rng;
 use llds::b_tree::BTree;
 use llds::sd_tree::{SdTree, SweepCursor};
-use random::random;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -110,11 +108,11 @@ fn check_histories(
             .map(|thread| {
                 let (clock, choose, perform) = (&clock, &choose, &perform);
                 scope.spawn(move || {
-                    let mut seed = thread + 1;
+                    let mut random = Rng::with_seed(thread + 1);
                     let mut events = Vec::new();
                     for round in 0..rounds {
-                        let key = random(&mut seed) % KEYS;
-                        let call = choose(random(&mut seed), (round * THREADS + thread) % 3 + 1);
+                        let key = random.u64(..KEYS);
+                        let call = choose(random.u64(..), (round * THREADS + thread) % 3 + 1);
                         let began = clock.fetch_add(1, Ordering::SeqCst);
                         let answer = perform(key, call);
                         let ended = clock.fetch_add(1, Ordering::SeqCst);
@@ -147,12 +145,12 @@ fn sd_tree_histories_have_an_order() {
     std::thread::scope(|scope| {
         // Growth and sweeps run beside them: other keys are inserted and removed.
         scope.spawn(|| {
-            let mut seed = 99;
+            let mut random = Rng::with_seed(99);
             let mut cursor = SweepCursor::new();
             while !stop.load(Ordering::Relaxed) {
                 for value in 100..140 {
-                    let _ = tree.get_or_insert(0x12 << 56 | random(&mut seed) >> 8, value);
-                    let _ = tree.get_or_insert(random(&mut seed), 50);
+                    let _ = tree.get_or_insert(0x12 << 56 | random.u64(..) >> 8, value);
+                    let _ = tree.get_or_insert(random.u64(..), 50);
                 }
                 tree.retain(&mut cursor, 600, |value| value < 100);
             }

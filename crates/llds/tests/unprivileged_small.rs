@@ -2,11 +2,9 @@
 //! `tests/miri`. With the small nodes of `--cfg pagefold_stress` nodes split and merge all the same.
 #![cfg(not(loom))]
 
-mod random;
-
+use fastrand::Rng;
 use llds::b_tree::BTree;
 use llds::sd_tree::{SdTree, SweepCursor};
-use random::random;
 use std::collections::{BTreeMap, BTreeSet};
 
 const THREADS: u64 = 3;
@@ -16,11 +14,11 @@ const OPERATIONS: u64 = if cfg!(miri) { 120 } else { 20_000 };
 const KEYS: u64 = if cfg!(miri) { 40 } else { 2_000 };
 
 /// Each thread keeps keys of its own beside those of the others, and knows what each of them has.
-fn threads_keep_their_keys(work: impl Fn(u64, &mut u64) + Sync) {
+fn threads_keep_their_keys(work: impl Fn(u64, &mut Rng) + Sync) {
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
             let work = &work;
-            scope.spawn(move || work(thread, &mut thread.clone()));
+            scope.spawn(move || work(thread, &mut Rng::with_seed(thread)));
         }
     });
 }
@@ -28,11 +26,11 @@ fn threads_keep_their_keys(work: impl Fn(u64, &mut u64) + Sync) {
 #[test]
 fn a_b_tree_has_what_each_thread_put_there() {
     let tree = BTree::<u64>::new().unwrap();
-    threads_keep_their_keys(|thread, seed| {
+    threads_keep_their_keys(|thread, random| {
         let mut expected = BTreeMap::new();
         for step in 0..OPERATIONS {
-            let key = random(seed) % KEYS * THREADS + thread;
-            match random(seed) % 4 {
+            let key = random.u64(..KEYS) * THREADS + thread;
+            match random.u8(..4) {
                 0 => assert_eq!(tree.remove(key), expected.remove(&key)),
                 1 => assert_eq!(tree.get(key), expected.get(&key).copied()),
                 _ => assert_eq!(tree.insert_or_replace(key, step).unwrap(), expected.insert(key, step)),
@@ -47,17 +45,17 @@ fn a_b_tree_has_what_each_thread_put_there() {
 fn an_sd_tree_has_what_each_thread_put_there() {
     let tree = SdTree::with_capacity_hint(0).unwrap();
     // A quarter of the buckets, so that they fill and get children.
-    let fingerprint = |thread: u64, key: u64| random(&mut (key * THREADS + thread)) >> 2;
-    threads_keep_their_keys(|thread, seed| {
+    let fingerprint = |thread: u64, key: u64| Rng::with_seed(key * THREADS + thread).u64(..) >> 2;
+    threads_keep_their_keys(|thread, random| {
         let mut expected = BTreeSet::new();
         let mut cursor = SweepCursor::new();
         for _ in 0..OPERATIONS {
-            let key = random(seed) % KEYS;
+            let key = random.u64(..KEYS);
             // A leaf knows a part of a fingerprint only: the value tells the key.
             let (place, value) = (fingerprint(thread, key), key * THREADS + thread);
             let is_same = |other| other == value;
             let found = expected.contains(&key).then_some(value);
-            match random(seed) % 8 {
+            match random.u8(..8) {
                 0 | 1 => assert_eq!(tree.remove(place, value), expected.remove(&key)),
                 2 => assert_eq!(tree.get_with(place, is_same), found),
                 // Nothing is dead, so a sweep takes nothing.
