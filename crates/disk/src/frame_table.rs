@@ -198,16 +198,22 @@ impl FreeFrames {
             let surplus = lists.warm.len() - WARM_KEEP;
             let mut trimmed: Vec<OwnedFrame> = lists.warm.drain(..surplus).collect();
             drop(lists);
-            frames.release(&mut trimmed);
-            self.lists.lock().cold.append(&mut trimmed);
+            self.put_cold(frames, &mut trimmed);
         }
     }
 
     /// Returns the memory of all free frames to the kernel.
     pub(crate) fn trim(&self, frames: &Frames) {
         let mut trimmed = std::mem::take(&mut self.lists.lock().warm);
-        frames.release(&mut trimmed);
-        self.lists.lock().cold.append(&mut trimmed);
+        self.put_cold(frames, &mut trimmed);
+    }
+
+    /// Returns the memory of `trimmed` to the kernel, and puts these frames back.
+    fn put_cold(&self, frames: &Frames, trimmed: &mut Vec<OwnedFrame>) {
+        frames.release(trimmed);
+        // Neighbours are taken in ascending order again: a read into them has one buffer, not one for each frame.
+        trimmed.reverse();
+        self.lists.lock().cold.append(trimmed);
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -255,5 +261,8 @@ mod tests {
         assert_eq!((free.len(), free.warm_len()), (2048, WARM_KEEP));
         free.trim(&frames);
         assert_eq!((free.len(), free.warm_len()), (2048, 0));
+        let mut again = Vec::new();
+        free.take(256, &mut again);
+        assert!(again.is_sorted_by(|a, b| a.index().0 + 1 == b.index().0), "trimmed frames come as one run too");
     }
 }

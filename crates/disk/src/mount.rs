@@ -12,7 +12,7 @@ use crate::fuse::{DiskFs, Session, StartError, Transport};
 use crate::nbd;
 use crate::stats::Status;
 use fuser::{MountOption, SessionACL};
-use pagefold_os::mountinfo;
+use pagefold_os::{heap, mountinfo};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::mount::UnmountFlags;
 use std::fs::File;
@@ -122,6 +122,7 @@ enum Event {
 /// [`MountError`]; nothing stays mounted.
 pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), MountError> {
     end_the_process_on_panic();
+    heap::map_large_allocations();
     // An open image takes two descriptors, a connection one. The old limit serves fewer of them.
     let _ = pagefold_os::fd::raise_limit();
     let _lock = lock_directory(&options.directory)?;

@@ -9,3 +9,47 @@ pub fn trim() {
         libc::malloc_trim(0);
     }
 }
+
+/// Gives each allocation from `LARGE` up a mapping of its own, from now on and for the whole process.
+///
+/// The C library does so by itself from 128 KiB up, until the first such allocation is freed: from then on it takes
+/// allocations of that size from the heap, for good. A zeroed buffer of the heap is written where the heap was used before,
+/// and then has memory for all of its length. Each thread of a FUSE session has such a buffer of 16 MiB, and touches as much
+/// of it as the largest request has.
+pub fn map_large_allocations() {
+    /// Larger than what a request reads or writes: a mapping for each of those would cost more than it saves.
+    #[cfg(target_env = "gnu")]
+    const LARGE: i32 = 4 << 20;
+    // SAFETY: it sets two numbers of the allocator.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE);
+        // The C library's own proportion, for what the heap keeps at its end.
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 2 * LARGE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::PAGE_SIZE;
+    use crate::Range;
+    use crate::fd::Fd;
+    use crate::pagemap::each_alone;
+
+    #[test]
+    fn a_zeroed_buffer_has_memory_where_it_is_touched() {
+        const LENGTH: usize = 16 << 20;
+        super::map_large_allocations();
+        // The heap learns the size, is written, and has the place free again.
+        drop(std::hint::black_box(vec![0_u8; LENGTH]));
+        drop(std::hint::black_box(vec![1_u8; LENGTH]));
+        let buffer = std::hint::black_box(vec![0_u8; LENGTH]);
+        let pages = PAGE_SIZE as u64;
+        let start = buffer.as_ptr() as u64;
+        let inside = Range { start: start.next_multiple_of(pages), end: (start + LENGTH as u64) / pages * pages };
+        let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
+        let mut present = 0;
+        each_alone(&pagemap, inside, |_| present += 1).unwrap();
+        assert_eq!(present, 0);
+    }
+}

@@ -27,6 +27,7 @@ use pagefold_image::digest::Digest;
 use pagefold_image::mount::{self, Options};
 use pagefold_image::profile::Profile;
 use pagefold_image::store::Store;
+use pagefold_os::heap;
 use rustix::mount::UnmountFlags;
 use serde_json::json;
 use std::fs::{self, File};
@@ -119,6 +120,7 @@ fn show(build: &Build, objects: &Arc<Objects>, digest: &Digest, wish: &Wish) -> 
     config.mount_options = vec![MountOption::FSName("pagefold-objects".into()), MountOption::RO];
     config.acl = SessionACL::All;
     config.n_threads = Some(THREADS);
+    heap::map_large_allocations();
     let session = Session::new(ObjectFs::new(objects.clone()), &at, &config).map_err(|error| failed("FUSE", error))?;
     let serving = objects.clone();
     let served = std::thread::Builder::new().name("fuse".into()).spawn(move || {
