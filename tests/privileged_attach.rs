@@ -564,7 +564,7 @@ fn programs_that_may_not_make_memory_executable_are_attached() {
     });
     for (server, before) in servers.iter_mut().zip(shapes) {
         assert_eq!(shape(server.pid()).1, before.1, "the program's descriptors");
-        work(server, &mut Random(7));
+        work(server, &mut Random::new(7));
         detach(&daemon, server);
         assert_eq!(shape(server.pid()), before);
         server.check("check 1");

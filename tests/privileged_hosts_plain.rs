@@ -81,7 +81,7 @@ fn a_rule_attaches_guests_of_libvirt() {
     let dir = tempfile::tempdir().expect("a directory");
     // Guests run as libvirt's own user.
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).expect("its own directory");
-    let mut random = common::Random(7);
+    let mut random = common::Random::new(7);
     let data: Vec<u8> = (0..DATA_LEN).map(|_| random.below(256) as u8).collect();
     let initramfs = guest::initramfs(dir.path(), &parts, INIT, &[("data".into(), data)]);
     // Libvirt gives both files to the guests' user.

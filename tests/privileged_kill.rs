@@ -26,7 +26,7 @@ fn killed_daemons_and_clients_leave_the_others_running() {
     let rounds = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(24u32);
     let seed = u64::from(std::process::id()) | 1;
     println!("seed {seed}");
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let mut daemon = Daemon::start(&[]);
     let mut servers: Vec<Server> = (0..3).map(|_| Server::start(daemon.run(&[]), program)).collect();
     for round in 0..rounds {

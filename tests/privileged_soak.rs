@@ -160,7 +160,7 @@ impl Soak {
 
     /// A program's life after life, until the time is over.
     fn live(&self, number: usize) {
-        let mut random = Random(self.seed.wrapping_mul(number as u64 * 2 + 3) | 1);
+        let mut random = Random::new(self.seed.wrapping_mul(number as u64 * 2 + 3));
         let way = Way::ALL[number % Way::ALL.len()];
         let mut server = self.start(way);
         while !self.is_over() {
@@ -204,7 +204,7 @@ impl Soak {
 
     /// Kills the daemon or the keeper now and then.
     fn kill_all_the_time(&self, host: &mut Host) {
-        let mut random = Random(self.seed.rotate_left(17) | 1);
+        let mut random = Random::new(self.seed.rotate_left(17));
         while !self.is_over() {
             thread::sleep(Duration::from_millis(300 + random.below(4000)));
             self.take_counters();
@@ -283,7 +283,7 @@ fn nothing_is_lost_while_everything_happens_at_once() {
     let mut host = Host::start(&DAEMON);
     let began = Instant::now();
     let soak = Soak {
-        seed: setting("PAGEFOLD_SOAK_SEED", Random::by_clock().0),
+        seed: setting("PAGEFOLD_SOAK_SEED", common::seed_by_clock()),
         static_program,
         dynamic_program,
         area_pages: setting("PAGEFOLD_SOAK_PAGES", 4096),

@@ -31,23 +31,28 @@ pub fn tool_before() -> PathBuf {
     std::env::var_os("PAGEFOLD_BEFORE").map_or_else(|| TOOL.into(), PathBuf::from)
 }
 
-/// A small generator of numbers; print its seed, so that a failure can be repeated.
-pub struct Random(pub u64);
+/// A seed that is another one in each run.
+pub fn seed_by_clock() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(7, |time| time.as_nanos() as u64)
+}
+
+/// Random numbers; print the seed, so that a failure can be repeated.
+pub struct Random(fastrand::Rng);
 
 impl Random {
     /// With a seed by the clock, which is printed.
     pub fn by_clock() -> Random {
-        let time = SystemTime::now().duration_since(UNIX_EPOCH);
-        let seed = time.map_or(7, |time| time.as_nanos() as u64) | 1;
+        let seed = seed_by_clock();
         println!("seed {seed}");
-        Random(seed)
+        Random::new(seed)
+    }
+
+    pub fn new(seed: u64) -> Random {
+        Random(fastrand::Rng::with_seed(seed))
     }
 
     pub fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
+        self.0.u64(..limit)
     }
 }
 

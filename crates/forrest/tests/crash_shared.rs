@@ -16,6 +16,7 @@
 //!
 //! `FORREST_CRASH_KILLS` sets the number of deaths (default 3000), `FORREST_CRASH_SECONDS` the longest time (30).
 
+use fastrand::Rng;
 use forrest::{Error, Options, Ref, Store, fault};
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -56,13 +57,6 @@ struct Journal {
     operations: AtomicU64,
 }
 
-fn random(state: &mut u64) -> u64 {
-    *state ^= *state << 13;
-    *state ^= *state >> 7;
-    *state ^= *state << 17;
-    state.wrapping_mul(0x2545_f491_4f6c_dd1d)
-}
-
 /// Keys that lie in one shard of the store. Which do is its own secret.
 static NEAR_KEYS: OnceLock<Vec<[u8; 8]>> = OnceLock::new();
 
@@ -84,21 +78,21 @@ fn key(writer: usize, index: usize) -> Vec<u8> {
 
 /// The state of a key after operation number `sequence` on it.
 fn state(writer: usize, index: usize, sequence: u64) -> Option<Vec<u8>> {
-    let mut mix = (sequence << 16 | (writer * KEYS + index) as u64) + 1;
+    let mut mix = Rng::with_seed(sequence << 16 | (writer * KEYS + index) as u64);
     // Keys come and go together, so that arrays become full, and sparse, over and over.
     let absent_of_8 = if (sequence / 8).is_multiple_of(2) { 1 } else { 7 };
-    if sequence == 0 || random(&mut mix) % 8 < absent_of_8 {
+    if sequence == 0 || mix.u64(..8) < absent_of_8 {
         return None;
     }
-    let length = match random(&mut mix) % 8 {
+    let length = match mix.u64(..8) {
         0..4 => 8,
-        4 => random(&mut mix) % 8,
-        5 => 16 + random(&mut mix) % 60,
-        6 => random(&mut mix) % 700,
-        _ if index.is_multiple_of(16) && random(&mut mix).is_multiple_of(8) => random(&mut mix) % LONG,
-        _ => random(&mut mix) % 9000,
+        4 => mix.u64(..8),
+        5 => 16 + mix.u64(..60),
+        6 => mix.u64(..700),
+        _ if index.is_multiple_of(16) && mix.u64(..8) == 0 => mix.u64(..LONG),
+        _ => mix.u64(..9000),
     };
-    let mut value: Vec<u8> = (0..length.div_ceil(8)).flat_map(|_| random(&mut mix).to_le_bytes()).collect();
+    let mut value: Vec<u8> = (0..length.div_ceil(8)).flat_map(|_| mix.u64(..).to_le_bytes()).collect();
     value.truncate(length as usize);
     Some(value)
 }
@@ -165,18 +159,18 @@ fn visit(store: &Store, journal: &Journal, number: usize) {
 }
 
 fn writer(path: &Path, journals: &[Journal], number: usize, seed: u64) -> ! {
-    let mut seed = seed;
+    let mut random = Rng::with_seed(seed);
     let journal = &journals[number];
     loop {
         let store = Options::new().open_existing_path(path).expect("open");
         let mut held: Option<(Ref<'_>, Vec<u8>)> = None;
         for turn in 1..1000u64 {
-            let index = random(&mut seed) as usize % KEYS;
+            let index = random.usize(..KEYS);
             let sequence = journal.begun[index].load(Ordering::Relaxed) + 1;
             journal.begun[index].store(sequence, Ordering::SeqCst);
             let from = state(number, index, journal.done[index].load(Ordering::Relaxed));
             let to = state(number, index, sequence);
-            if change(&store, &key(number, index), from.as_deref(), to.as_deref(), random(&mut seed)) {
+            if change(&store, &key(number, index), from.as_deref(), to.as_deref(), random.u64(..)) {
                 journal.done[index].store(sequence, Ordering::SeqCst);
             } else {
                 journal.refused.fetch_add(1, Ordering::Relaxed);
@@ -190,15 +184,15 @@ fn writer(path: &Path, journals: &[Journal], number: usize, seed: u64) -> ! {
                 count(&store, journal, number);
             }
             if turn.is_multiple_of(256) {
-                unless_full(store.reserve(random(&mut seed) % (4 * KEYS * WRITERS) as u64));
+                unless_full(store.reserve(random.u64(..(4 * KEYS * WRITERS) as u64)));
                 visit(&store, journal, number);
                 store.trim().expect("trim");
             }
             // Others' keys: whatever is read must be some state of that key, not a mixture.
-            let (other, index) = (random(&mut seed) as usize % WRITERS, random(&mut seed) as usize % KEYS);
+            let (other, index) = (random.usize(..WRITERS), random.usize(..KEYS));
             let from = journals[other].done[index].load(Ordering::SeqCst);
             let mut value = None;
-            match random(&mut seed) % 3 {
+            match random.u64(..3) {
                 0 => value = store.get(&key(other, index)).map(|value| value.to_vec()),
                 // A batch reads the second home bucket later.
                 1 => store.get_many(&[key(other, index)], |_, found| value = found.map(<[u8]>::to_vec)),
@@ -309,8 +303,8 @@ impl Drop for Cleanup {
     }
 }
 
-fn start(cleanup: &mut Cleanup, journals: &[Journal], slot: usize, seed: &mut u64, inject: bool) {
-    let (worker_seed, die_after) = (random(seed) | 1, if inject { 1 + random(seed) % 3000 } else { 0 });
+fn start(cleanup: &mut Cleanup, journals: &[Journal], slot: usize, random: &mut Rng, inject: bool) {
+    let (worker_seed, die_after) = (random.u64(..), if inject { random.u64(1..=3000) } else { 0 });
     // SAFETY: this process has one thread, so the child may go on as an ordinary program.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "fork: {}", std::io::Error::last_os_error());
@@ -351,7 +345,7 @@ fn main() {
     let kills_wanted = env("FORREST_CRASH_KILLS", 3000);
     let until = Instant::now() + Duration::from_secs(env("FORREST_CRASH_SECONDS", 30));
     let first_seed = env("FORREST_CRASH_SEED", u64::from(std::process::id()) << 20 | 1);
-    let mut seed = first_seed;
+    let mut random = Rng::with_seed(first_seed);
     let path = PathBuf::from(format!("/dev/shm/forrest-test-crash-{}", std::process::id()));
     let mut cleanup = Cleanup { path: path.clone(), children: vec![0; WORKERS] };
     let options = Options::new().limit_bytes(LIMIT);
@@ -369,16 +363,16 @@ fn main() {
     find_near_keys(&store);
     let can_inject = cfg!(any(debug_assertions, pagefold_stress));
     for slot in 0..WORKERS {
-        start(&mut cleanup, journals, slot, &mut seed, false);
+        start(&mut cleanup, journals, slot, &mut random, false);
     }
     while kills < kills_wanted && Instant::now() < until {
-        let slot = random(&mut seed) as usize % WORKERS;
-        let inject = can_inject && random(&mut seed).is_multiple_of(2);
+        let slot = random.usize(..WORKERS);
+        let inject = can_inject && random.u64(..2) == 0;
         if inject {
             // Replace the worker by one that dies between two stores, and wait for that.
             cleanup.kill(slot);
             settle(&store, journals, slot, first_seed);
-            start(&mut cleanup, journals, slot, &mut seed, true);
+            start(&mut cleanup, journals, slot, &mut random, true);
             let mut status = 0;
             // SAFETY: waitpid writes only the status; the child was just forked.
             unsafe { libc::waitpid(cleanup.children[slot], &raw mut status, 0) };
@@ -388,26 +382,26 @@ fn main() {
             kills += 1;
             // Half of the time no other process is there to recover.
             let others: Vec<usize> = (0..WORKERS).filter(|&other| other != slot).collect();
-            let alone = random(&mut seed).is_multiple_of(2);
+            let alone = random.u64(..2) == 0;
             for &other in others.iter().filter(|_| alone) {
                 cleanup.kill(other);
             }
-            while !random(&mut seed).is_multiple_of(4) && recoverer_dies(&cleanup, 1 + random(&mut seed) % 20) {
+            while random.u64(..4) != 0 && recoverer_dies(&cleanup, 1 + random.u64(..20)) {
                 recoverers += 1;
             }
             for &other in others.iter().filter(|_| alone) {
                 settle(&store, journals, other, first_seed);
-                start(&mut cleanup, journals, other, &mut seed, false);
+                start(&mut cleanup, journals, other, &mut random, false);
             }
         } else {
-            std::thread::sleep(Duration::from_micros(random(&mut seed) % 3000));
+            std::thread::sleep(Duration::from_micros(random.u64(..3000)));
             cleanup.kill(slot);
         }
         kills += 1;
         settle(&store, journals, slot, first_seed);
         if kills.is_multiple_of(64) || kills % 64 == 1 {
             // The others must continue although no process has recovered the dead one yet.
-            let other = (slot + 1) % WORKERS * THREADS + random(&mut seed) as usize % THREADS;
+            let other = (slot + 1) % WORKERS * THREADS + random.usize(..THREADS);
             let before = journals[other].operations.load(Ordering::Relaxed);
             let deadline = Instant::now() + Duration::from_secs(120);
             while journals[other].operations.load(Ordering::Relaxed) < before + 20 {
@@ -418,13 +412,13 @@ fn main() {
                 cleanup.kill(slot);
             }
             // Recovered here, or by a process that opens the store alone; it may die too, also in the audit that follows.
-            if random(&mut seed).is_multiple_of(2) {
+            if random.u64(..2) == 0 {
                 store.recover();
                 let report = store.check().unwrap_or_else(|wrong| panic!("{wrong}; seed {first_seed}"));
                 lost += report.lost_blocks;
             }
             drop(store);
-            while !random(&mut seed).is_multiple_of(4) && recoverer_dies(&cleanup, 1 + random(&mut seed) % 40) {
+            while random.u64(..4) != 0 && recoverer_dies(&cleanup, 1 + random.u64(..40)) {
                 recoverers += 1;
             }
             // Opened alone, the store also finds what a death between two stores left unreachable.
@@ -440,7 +434,7 @@ fn main() {
                 let keys = (0..).map(|number| format!("ballast {number}").into_bytes());
                 let value = vec![7; BALLAST_BYTES];
                 ballast = keys.take_while(|key| unless_full(store.set(key, &value)).is_some()).collect();
-                for key in ballast.drain(..(random(&mut seed) as usize % 8).min(ballast.len())) {
+                for key in ballast.drain(..(random.usize(..8)).min(ballast.len())) {
                     assert!(store.delete(&key).unwrap());
                 }
             } else {
@@ -451,10 +445,10 @@ fn main() {
             }
             checks += 1;
             for slot in 0..WORKERS {
-                start(&mut cleanup, journals, slot, &mut seed, false);
+                start(&mut cleanup, journals, slot, &mut random, false);
             }
         } else {
-            start(&mut cleanup, journals, slot, &mut seed, false);
+            start(&mut cleanup, journals, slot, &mut random, false);
         }
     }
     for slot in 0..WORKERS {

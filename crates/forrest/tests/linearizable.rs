@@ -65,16 +65,9 @@ fn is_linearizable(events: &[Event]) -> bool {
     false
 }
 
-fn random(state: &mut u64) -> u64 {
-    *state ^= *state << 13;
-    *state ^= *state >> 7;
-    *state ^= *state << 17;
-    state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 8
-}
-
 /// A value that no other operation writes, of a length that makes entries change between slot and record.
-fn value(seed: &mut u64, unique: u64) -> Vec<u8> {
-    let length = [3, 8, 8, 20, 150][random(seed) as usize % 5];
+fn value(random: &mut fastrand::Rng, unique: u64) -> Vec<u8> {
+    let length = [3, 8, 8, 20, 150][random.usize(..5)];
     unique.to_le_bytes().iter().copied().cycle().take(length).collect()
 }
 
@@ -93,15 +86,16 @@ fn record(store: &Store, threads: usize, rounds: u64, seed: u64) {
                 .map(|thread| {
                     let (clock, barrier, key) = (&clock, &barrier, &key);
                     scope.spawn(move || {
-                        let mut seed = (seed ^ (round << 20) ^ ((thread as u64 + 1) << 50)) | 1;
+                        let mut random = fastrand::Rng::with_seed(seed ^ (round << 20) ^ ((thread as u64 + 1) << 50));
                         let mut history = Vec::new();
                         barrier.wait();
                         for at in 0..EACH as u64 {
-                            let index = random(&mut seed) as usize % KEYS;
+                            let index = random.usize(..KEYS);
                             let name = key(index);
                             // Three bytes must tell values apart.
-                            let new = value(&mut seed, (thread as u64 + 1) << 8 | at << 4 | (round & 15) | round << 16);
-                            let kind = random(&mut seed) % 11;
+                            let new =
+                                value(&mut random, (thread as u64 + 1) << 8 | at << 4 | (round & 15) | round << 16);
+                            let kind = random.u64(..11);
                             let expected = if kind == 7 { store.get(&name).map(|v| v.to_vec()) } else { None };
                             let begin = clock.fetch_add(1, Ordering::SeqCst);
                             if kind == 8 {

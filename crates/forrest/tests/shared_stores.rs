@@ -500,12 +500,10 @@ fn churn(name: &Name, writers: u64, keys: u64, sizes: [u64; 2], limit_mib: u64) 
     std::thread::scope(|scope| {
         for writer in 0..writers {
             scope.spawn(move || {
-                let mut random = (writer + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                let mut numbers = fastrand::Rng::with_seed(writer);
                 let mut done = Ok(());
                 for _ in 0..160_000 / writers {
-                    random ^= random << 13;
-                    random ^= random >> 7;
-                    random ^= random << 17;
+                    let random = numbers.u64(..);
                     let key = format!("s{}", random % keys).into_bytes();
                     // One in 32 may be longer.
                     let most = sizes[usize::from(random >> 40 & 31 == 0)];

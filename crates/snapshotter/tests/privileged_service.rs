@@ -28,14 +28,9 @@ fn opaque(path: &Path) {
 
 /// Bytes that differ for each `seed`.
 fn content(seed: u64, size: usize) -> Vec<u8> {
-    let mut state = seed * 2 + 1;
-    let next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state as u8
-    };
-    std::iter::repeat_with(next).take(size).collect()
+    let mut bytes = vec![0; size];
+    fastrand::Rng::with_seed(seed).fill(&mut bytes);
+    bytes
 }
 
 /// All names below `root` with what each is: kind, mode, owner, size, target of links.

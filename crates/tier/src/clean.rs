@@ -145,7 +145,7 @@ impl Tier {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::tests::texty;
+    use crate::codec::tests::{noise, texty};
     use crate::config::{Config, Effort};
     use crate::layout::{LEAF_PAGES, Shown, leaf_key};
     use pagefold_os::PAGE_SIZE;
@@ -154,13 +154,8 @@ mod tests {
     fn concurrent_stores_that_need_memory_share_one_reclaim() {
         let file = crate::BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
         let tier = Tier::create(Config { bytes_max: 8 << 20, ..Config::default() }, Some(Box::new(file))).unwrap();
-        let mut state = 1_u64;
         for page in 0..1500 {
-            let noise = std::array::from_fn(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                (state >> 56) as u8
-            });
-            tier.store(1, page, &noise, Effort::Fast).unwrap();
+            tier.store(1, page, &noise(page), Effort::Fast).unwrap();
         }
         let before = tier.reclaims.load(Ordering::Relaxed);
         std::thread::scope(|scope| {
@@ -180,13 +175,6 @@ mod tests {
         let file = crate::BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
         let config = Config { bytes_max: 64 << 20, write_back_ticks: 16, ..Config::default() };
         let tier = Tier::create(config, Some(Box::new(file))).unwrap();
-        let noise = |seed: u64| -> [u8; PAGE_SIZE] {
-            let mut state = seed + 1;
-            std::array::from_fn(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                (state >> 56) as u8
-            })
-        };
         for page in 0..1000 {
             tier.store(1, page, &noise(page), Effort::Fast).unwrap();
         }

@@ -224,21 +224,20 @@ pub(crate) mod tests {
 
     /// Text-like bytes: words of a small vocabulary.
     pub(crate) fn texty(seed: u64) -> Page {
-        let mut state = seed | 1;
+        let (mut random, mut word) = (fastrand::Rng::with_seed(seed), 0);
         std::array::from_fn(|at| {
             if at % 16 == 0 {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                word = random.usize(..27);
             }
-            b"the cold page is a page that nobody touches"[(state >> 33) as usize % 27 + at % 16]
+            b"the cold page is a page that nobody touches"[word + at % 16]
         })
     }
 
-    fn noise(seed: u64) -> Page {
-        let mut state = seed | 1;
-        std::array::from_fn(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 56) as u8
-        })
+    /// Bytes that no codec makes shorter.
+    pub(crate) fn noise(seed: u64) -> Page {
+        let mut page = [0; PAGE_SIZE];
+        fastrand::Rng::with_seed(seed).fill(&mut page);
+        page
     }
 
     #[test]

@@ -301,11 +301,10 @@ mod tests {
         let mut at = 0;
         for (kind, len, back, seed) in pieces.iter().cycle() {
             let end = (at + usize::from(*len).max(1)).min(PAGE_SIZE);
-            let mut state = seed | 1;
+            let mut noise = fastrand::Rng::with_seed(*seed);
             while at < end {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 page[at] = match kind % 3 {
-                    0 => (state >> 56) as u8,
+                    0 => noise.u8(..),
                     1 => *seed as u8,
                     _ => page[at.saturating_sub(usize::from(*back).max(1))],
                 };

@@ -68,11 +68,9 @@ fn config() -> Config {
 
 /// Different noise for each page: it does not compress, and no page is near another.
 fn noise(page: u64) -> [u8; 4096] {
-    let mut state = page * 2 + 1;
-    std::array::from_fn(|_| {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 56) as u8
-    })
+    let mut bytes = [0; 4096];
+    fastrand::Rng::with_seed(page).fill(&mut bytes);
+    bytes
 }
 
 fn assert_holds(tier: &Tier, pages: u64) {

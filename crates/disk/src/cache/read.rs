@@ -206,11 +206,8 @@ mod tests {
     #[test]
     fn bytes_delivered_in_place_are_the_images() {
         let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
-        let mut seed = 1u64;
-        let mut random = move |below: usize| {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (seed >> 33) as usize % below
-        };
+        let mut numbers = fastrand::Rng::with_seed(1);
+        let mut random = move |below: usize| numbers.usize(..below);
         let mut model: Vec<u8> = (0..2 << 20).map(|_| random(256) as u8).collect();
         // A piece of zeros, which has no frame, and a size that is not a multiple of a block.
         model[700 << 10..900 << 10].fill(0);

@@ -23,26 +23,20 @@ fn by_ring() -> bool {
     env!("CARGO_CRATE_NAME").starts_with("privileged_ring")
 }
 
-/// Numbers from a seed: xorshift64*.
-pub struct Random(u64);
+/// Random numbers from a seed.
+pub struct Random(fastrand::Rng);
 
 impl Random {
     pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+        Self(fastrand::Rng::with_seed(seed))
     }
 
     pub fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % end.max(1)
+        self.0.u64(..end.max(1))
     }
 
     pub fn fill(&mut self, data: &mut [u8]) {
-        for chunk in data.chunks_mut(4) {
-            let value = self.below(1 << 32).to_le_bytes();
-            chunk.copy_from_slice(&value[..chunk.len()]);
-        }
+        self.0.fill(data);
     }
 }
 

@@ -57,12 +57,10 @@ fn builders_killed_at_any_instant_lose_nothing() {
             fs::write(tree.join(format!("f{i}")), format!("file {i} of all builders ").repeat(500)).unwrap();
         }
     }
-    let mut seed = 0x9e37_79b9_7f4a_7c15u64 ^ u64::from(std::process::id());
-    println!("seed {seed:#x}");
-    let mut random = move |below: u64| {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (seed >> 33) % below
-    };
+    let seed = u64::from(std::process::id());
+    println!("seed {seed}");
+    let mut numbers = fastrand::Rng::with_seed(seed);
+    let mut random = move |below: u64| numbers.u64(..below);
     let end = Instant::now() + Duration::from_secs(12);
     let (mut kills, mut verified) = (0, 0);
     while Instant::now() < end {

@@ -1257,12 +1257,10 @@ fn blocks_stay_whole_while_threads_take_units_from_each_other() {
         let work = |number: u64| {
             move || {
                 let thread = arena.thread().unwrap();
-                let mut random = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                let mut numbers = fastrand::Rng::with_seed(number);
                 let mut held: VecDeque<(u64, usize, u64)> = VecDeque::new();
                 for round in 0..rounds {
-                    random ^= random << 13;
-                    random ^= random >> 7;
-                    random ^= random << 17;
+                    let random = numbers.u64(..);
                     let size = 16 + (random >> 8) as usize % if random & 15 == 0 { SMALL_BYTES_MAX / 2 } else { 700 };
                     let stamp = number << 56 | round;
                     match arena.alloc(&thread, size) {

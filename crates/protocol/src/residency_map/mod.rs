@@ -449,13 +449,10 @@ pub(crate) mod tests {
         with_map(|map| {
             let page = PAGE_SIZE as u64;
             let mut out = std::collections::BTreeMap::new();
-            let mut random = 7_u64;
+            let mut random = fastrand::Rng::with_seed(7);
             for step in 0..4 * CHUNKS as u64 {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
                 // The last pages of one chunk and the first ones of the next.
-                let chunk = random % (1 << 25);
+                let chunk = random.u64(..1 << 25);
                 let range = Range { start: (chunk + 1) * CHUNK_BYTES - page, end: (chunk + 1) * CHUNK_BYTES + page };
                 assert!(map.add_range(range, |_| true), "step {step}");
                 assert!(map.find(range.start).is_some() && map.find(range.end - page).is_some(), "step {step}");

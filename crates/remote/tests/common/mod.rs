@@ -32,14 +32,9 @@ pub fn digest(bytes: &[u8]) -> String {
 
 /// Bytes that do not compress, other ones for each `seed`.
 pub fn noise(seed: u32, size: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(2_654_435_761) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 17;
-        state ^= state << 5;
-        (state >> 8) as u8
-    };
-    (0..size).map(|_| next()).collect()
+    let mut bytes = vec![0; size];
+    fastrand::Rng::with_seed(u64::from(seed)).fill(&mut bytes);
+    bytes
 }
 
 /// A layer with these files, as a tar archive.

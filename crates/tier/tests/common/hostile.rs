@@ -12,14 +12,10 @@ const PAGES: u64 = 96;
 
 /// A page of five kinds by turns; the number can be told from it.
 fn page_of(number: u64) -> [u8; 4096] {
-    let mut state = number / 5 * 2 + 1;
-    let mut next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 56) as u8
-    };
+    let mut noise = fastrand::Rng::with_seed(number);
     let mut page = match number % 5 {
         0 => [number as u8; 4096],
-        1 => std::array::from_fn(|_| next()),
+        1 => std::array::from_fn(|_| noise.u8(..)),
         _ => std::array::from_fn(|at| b"what a stranger wrote must be checked"[(at * 7 + at / 64) % 37]),
     };
     if !number.is_multiple_of(5) {

@@ -8,27 +8,22 @@ use std::collections::HashMap;
 /// The model: (client, page) to content number.
 pub type Pages = HashMap<(u32, u64), u16>;
 
-fn next(state: &mut u64) -> u64 {
-    *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-    *state >> 33
-}
-
 /// The page of content `number`: filled by a word, text, noise, and near copies of text, by turns.
 pub fn page_of(number: u16) -> [u8; 4096] {
-    let mut state = u64::from(number) * 2 + 1;
+    let mut random = fastrand::Rng::with_seed(u64::from(number));
     match number % 8 {
         0 => {
             let word: u64 =
                 if number.is_multiple_of(16) { u64::from(number) << 32 | u64::from(number) } else { u64::from(number) };
             std::array::from_fn(|at| word.to_le_bytes()[at % 8])
         }
-        1 => std::array::from_fn(|_| next(&mut state) as u8),
+        1 => std::array::from_fn(|_| random.u8(..)),
         2..=4 => text(number),
         // A near copy of a neighbour: a few bytes differ.
         _ => {
             let mut page = text(number / 8 * 8 + 2);
             for _ in 0..number % 8 {
-                page[next(&mut state) as usize % 4096] ^= number as u8 | 1;
+                page[random.usize(..4096)] ^= number as u8 | 1;
             }
             page[..2].copy_from_slice(&number.to_le_bytes());
             page
@@ -37,11 +32,10 @@ pub fn page_of(number: u16) -> [u8; 4096] {
 }
 
 fn text(number: u16) -> [u8; 4096] {
-    let mut state = u64::from(number) * 977 + 5;
-    let mut word = 0;
+    let (mut random, mut word) = (fastrand::Rng::with_seed(u64::from(number)), 0);
     std::array::from_fn(|at| {
         if at % 12 == 0 {
-            word = next(&mut state) as usize % 29;
+            word = random.usize(..29);
         }
         b"a cold page waits for the hand that touches it"[word + at % 12]
     })

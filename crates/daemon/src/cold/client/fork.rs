@@ -265,11 +265,8 @@ mod tests {
     #[test]
     fn places_are_those_of_every_page() {
         const PAGES: u64 = 64;
-        let mut state = 1_u64;
-        let mut random = |below: u64| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 33) % below
-        };
+        let mut numbers = fastrand::Rng::with_seed(1);
+        let mut random = |below: u64| numbers.u64(..below);
         for _ in 0..200 {
             let mut moved = MovedParts::new();
             let mut at: Vec<Option<u64>> = (0..PAGES).map(|page| Some(page * PAGE)).collect();

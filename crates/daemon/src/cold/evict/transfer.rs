@@ -435,7 +435,7 @@ mod tests {
             let target = Target { tier: &tier, client_id: 1, channel: &channel, wakings: &wakings };
             let mut workers = CompressWorkers::start(scope, target);
             // Batch after batch, several at once, until the tier is full: noise, so that each page takes room.
-            let (mut state, mut refused) = (1_u64, 0);
+            let (mut noise, mut refused) = (fastrand::Rng::with_seed(1), 0);
             for first in (0..4000).step_by(FETCH_PAGES_MAX) {
                 let mut on_their_way = VecDeque::new();
                 for part in 0..BATCHES {
@@ -445,11 +445,7 @@ mod tests {
                     let pages: Vec<Page> = (0..count)
                         .map(|_| {
                             let mut page = [0; PAGE_SIZE];
-                            for word in page.chunks_exact_mut(8) {
-                                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                                let noise = state.rotate_left(29).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-                                word.copy_from_slice(&noise.to_le_bytes());
-                            }
+                            noise.fill(&mut page);
                             page
                         })
                         .collect();

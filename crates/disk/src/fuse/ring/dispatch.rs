@@ -346,10 +346,9 @@ mod tests {
     fn no_request_of_garbage_panics() {
         let mut fixture = Fixture::new(true);
         fixture.open(libc::O_RDONLY);
-        let mut seed = 5u64;
+        let mut numbers = fastrand::Rng::with_seed(5);
         let mut random = move || {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            let value = seed ^ (seed >> 29);
+            let value = numbers.u64(..);
             // Small values are handles, nodes and sizes that exist.
             if value.is_multiple_of(3) { value } else { value % 9 }
         };
