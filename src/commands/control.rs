@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
 
-/// The clients that a command concerns: some by process id, or all of them.
+/// The clients that a command concerns, some by process id or all of them, and how it asks and answers.
 #[derive(clap::Args)]
 #[command(group(clap::ArgGroup::new("selected").required(true).args(["clients", "all"])))]
 struct Selected {
@@ -20,6 +20,11 @@ struct Selected {
     /// All clients
     #[arg(long)]
     all: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    daemon: daemon_client::DaemonArg,
 }
 
 /// Turn a client's merged pages back into private memory
@@ -30,11 +35,6 @@ struct Selected {
 pub struct Unmerge {
     #[command(flatten)]
     selected: Selected,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
-    #[command(flatten)]
-    daemon: daemon_client::DaemonArg,
 }
 
 /// Stop merging a client; merged pages stay merged
@@ -45,11 +45,6 @@ pub struct Unmerge {
 pub struct Pause {
     #[command(flatten)]
     selected: Selected,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
-    #[command(flatten)]
-    daemon: daemon_client::DaemonArg,
 }
 
 /// Merge a paused client again
@@ -58,11 +53,6 @@ pub struct Pause {
 pub struct Resume {
     #[command(flatten)]
     selected: Selected,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
-    #[command(flatten)]
-    daemon: daemon_client::DaemonArg,
 }
 
 /// Compare every shared page with its slot through the kernel's page tables
@@ -118,14 +108,8 @@ where
 }
 
 /// Sends one request for each selected client, or one for all of them, and prints one count.
-fn done(
-    daemon: &daemon_client::DaemonArg,
-    selected: &Selected,
-    request: impl Fn(Option<i32>) -> Request,
-    json: bool,
-    words: [&str; 2],
-) -> Result<ExitCode, Error> {
-    let socket = daemon.socket()?;
+fn done(selected: &Selected, request: impl Fn(Option<i32>) -> Request, words: [&str; 2]) -> Result<ExitCode, Error> {
+    let socket = selected.daemon.socket()?;
     let targets: Vec<Option<i32>> =
         if selected.all { vec![None] } else { selected.clients.iter().copied().map(Some).collect() };
     let (counts, code) = for_each(&targets, |pid| match daemon_client::ask(&socket, &request(*pid))? {
@@ -133,7 +117,7 @@ fn done(
         other => Err(format!("the daemon answered {other:?}").into()),
     })?;
     let count = counts.iter().sum();
-    if json {
+    if selected.json {
         print_json(&Done { count })?;
     } else {
         say!("{} {}", units::show_count(count), words[usize::from(count != 1)]);
@@ -142,12 +126,12 @@ fn done(
 }
 
 /// Runs `unmerge`.
-pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
-    let socket = args.daemon.socket()?;
+pub fn unmerge(Unmerge { selected }: Unmerge) -> Result<ExitCode, Error> {
+    let socket = selected.daemon.socket()?;
     let healed = |status: &Status| -> u64 { status.domains.iter().map(|one| one.events.pages_restored).sum() };
-    let clients = match args.selected.all {
+    let clients = match selected.all {
         true => daemon_client::status(&socket)?.clients.iter().map(|client| client.pid).collect(),
-        false => args.selected.clients,
+        false => selected.clients,
     };
     let (counts, code) = for_each(&clients, |&pid| {
         let shared = |status: &Status| -> u64 {
@@ -162,7 +146,7 @@ pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
         }
     })?;
     let (count, left) = counts.iter().fold((0, 0), |(count, left), one| (count + one.0, left + one.1));
-    if args.json {
+    if selected.json {
         print_json(&Unmerged { count, left })?;
     } else {
         let words = if count == 1 { "page is private again" } else { "pages are private again" };
@@ -182,12 +166,12 @@ pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
 
 /// Runs `pause`.
 pub fn pause(args: Pause) -> Result<ExitCode, Error> {
-    done(&args.daemon, &args.selected, |pid| Request::Pause { pid }, args.json, ["client paused", "clients paused"])
+    done(&args.selected, |pid| Request::Pause { pid }, ["client paused", "clients paused"])
 }
 
 /// Runs `resume`.
 pub fn resume(args: Resume) -> Result<ExitCode, Error> {
-    done(&args.daemon, &args.selected, |pid| Request::Resume { pid }, args.json, ["client resumed", "clients resumed"])
+    done(&args.selected, |pid| Request::Resume { pid }, ["client resumed", "clients resumed"])
 }
 
 /// Runs `verify`.
