@@ -268,9 +268,10 @@ fn send_to_instructions(tracer: &Tracer, thread: i32, plan: &Plan<'_>, leeway: L
         return Err(Unfit::Passing("its threads are in restartable sequences all the time"));
     }
     let at = memory::unused_code(&memory, plan.maps, instructions::len()).ok_or_else(|| {
-        Unfit::Lasting(EntryError::Refused(
-            "its code has no room for the instructions of an entry (it has no vdso)".into(),
-        ))
+        let len = instructions::len();
+        let reason =
+            format!("neither the kernel's code in it nor a file's ends in {len} bytes of zeros, which an entry takes");
+        Unfit::Lasting(EntryError::Refused(reason))
     })?;
     let ways = [(leeway.code_in_place, instructions::CODE_IN_PLACE), (leeway.code_of_file, instructions::CODE_OF_FILE)];
     let ways = ways.into_iter().filter(|(open, _)| *open).map(|(_, way)| way).sum();

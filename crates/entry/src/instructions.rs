@@ -61,6 +61,8 @@ pub struct Words {
     pub rip: u64,
     /// How the agent's code may become executable: [`CODE_IN_PLACE`], [`CODE_OF_FILE`] or both.
     pub ways: u64,
+    /// Restored.
+    pub rbx: u64,
 }
 
 /// By mprotect(2), where it was written.
@@ -78,19 +80,21 @@ core::arch::global_asm!(
     // A mark by which a later entry knows what an unfinished one left; jumped over.
     ".byte 0xeb, 14",
     ".ascii \"pagefold-entry\"",
+    // Of the words, 128 bytes in: offsets from there are a byte each.
+    "lea rbx, [rip + 90f + 128]",
     // rt_sigprocmask(SIG_SETMASK, all, NULL, 8)
     "mov eax, 14",
     "mov edi, 2",
-    "lea rsi, [rip + 90f]",
+    "lea rsi, [rbx - 128]",
     "xor edx, edx",
     "mov r10d, 8",
     "syscall",
-    "cmp qword ptr [rip + 90f + 24], 0",
+    "cmp qword ptr [rbx - 128 + 24], 0",
     "jne 1f",
     // prctl(PR_SET_MEMORY_MERGE, base, 0, 0, 0)
     "mov eax, 157",
     "mov edi, 67",
-    "mov rsi, [rip + 90f + 16]",
+    "mov rsi, [rbx - 128 + 16]",
     "xor edx, edx",
     "xor r10d, r10d",
     "xor r8d, r8d",
@@ -99,31 +103,31 @@ core::arch::global_asm!(
     "1:",
     // mmap(base, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE | MAP_NORESERVE, -1, 0)
     "mov eax, 9",
-    "mov rdi, [rip + 90f + 16]",
-    "mov rsi, [rip + 90f + 24]",
+    "mov rdi, [rbx - 128 + 16]",
+    "mov rsi, [rbx - 128 + 24]",
     "mov edx, 3",
     "mov r10d, 0x104022",
-    "mov r8, -1",
+    "or r8, -1",
     "xor r9d, r9d",
     "syscall",
-    "cmp rax, [rip + 90f + 16]",
+    "cmp rax, [rbx - 128 + 16]",
     "jne 3f",
     // mmap(data, data_len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0)
     "mov eax, 9",
-    "mov rdi, [rip + 90f + 32]",
-    "mov rsi, [rip + 90f + 40]",
+    "mov rdi, [rbx - 128 + 32]",
+    "mov rsi, [rbx - 128 + 40]",
     "mov edx, 3",
     "mov r10d, 0x4032",
-    "mov r8, -1",
+    "or r8, -1",
     "xor r9d, r9d",
     "syscall",
-    "cmp rax, [rip + 90f + 32]",
+    "cmp rax, [rbx - 128 + 32]",
     "jne 2f",
     // clone(ATTACHED_THREAD_FLAGS, stack, &thread, &thread, 0)
     "mov eax, 56",
     "mov edi, 0x003d0f00",
-    "mov rsi, [rip + 90f + 48]",
-    "mov rdx, [rip + 90f + 56]",
+    "mov rsi, [rbx - 128 + 48]",
+    "mov rdx, [rbx - 128 + 56]",
     "lea rdx, [rdx + 4]",
     "mov r10, rdx",
     "xor r8d, r8d",
@@ -131,40 +135,41 @@ core::arch::global_asm!(
     "test rax, rax",
     "jz 4f",
     "js 2f",
-    "mov rax, [rip + 90f + 56]",
+    "mov rax, [rbx - 128 + 56]",
     "mov dword ptr [rax + 8], 1",
     "jmp 3f",
     // munmap(base, len)
     "2:",
     "mov eax, 11",
-    "mov rdi, [rip + 90f + 16]",
-    "mov rsi, [rip + 90f + 24]",
+    "mov rdi, [rbx - 128 + 16]",
+    "mov rsi, [rbx - 128 + 24]",
     "syscall",
     // Back. No signal comes while the stack pointer is not the program's.
     "3:",
-    "lea rsp, [rip + 90f + 88]",
+    "lea rsp, [rbx - 128 + 88]",
     "popfq",
-    "mov rsp, [rip + 90f + 96]",
+    "mov rsp, [rbx - 128 + 96]",
     // rt_sigprocmask(SIG_SETMASK, mask, NULL, 8); from here on nothing changes the flags.
     "mov eax, 14",
     "mov edi, 2",
-    "lea rsi, [rip + 90f + 8]",
+    "lea rsi, [rbx - 128 + 8]",
     "mov edx, 0",
     "mov r10d, 8",
     "syscall",
-    "mov rax, [rip + 90f + 104]",
-    "mov rdi, [rip + 90f + 112]",
-    "mov rsi, [rip + 90f + 120]",
-    "mov rdx, [rip + 90f + 128]",
-    "mov r10, [rip + 90f + 136]",
-    "mov r8, [rip + 90f + 144]",
-    "mov r9, [rip + 90f + 152]",
-    "mov rcx, [rip + 90f + 160]",
-    "mov r11, [rip + 90f + 168]",
+    "mov rax, [rbx - 128 + 104]",
+    "mov rdi, [rbx - 128 + 112]",
+    "mov rsi, [rbx - 128 + 120]",
+    "mov rdx, [rbx - 128 + 128]",
+    "mov r10, [rbx - 128 + 136]",
+    "mov r8, [rbx - 128 + 144]",
+    "mov r9, [rbx - 128 + 152]",
+    "mov rcx, [rbx - 128 + 160]",
+    "mov r11, [rbx - 128 + 168]",
+    "mov rbx, [rip + 90f + 192]",
     "jmp qword ptr [rip + 90f + 176]",
     // The new thread waits for the agent's code.
     "4:",
-    "mov r12, [rip + 90f + 56]",
+    "mov r12, [rbx - 128 + 56]",
     "mov r13d, 10000",
     "5:",
     "mov eax, [r12]",
@@ -176,20 +181,20 @@ core::arch::global_asm!(
     "jz 7f",
     // nanosleep(&sleep, NULL)
     "mov eax, 35",
-    "lea rdi, [rip + 90f + 72]",
+    "lea rdi, [rbx - 128 + 72]",
     "xor esi, esi",
     "syscall",
     "jmp 5b",
     // The code is there.
     "6:",
-    "mov rbx, [rip + 90f + 16]",
-    "mov r15, [rip + 90f + 32]",
-    "sub r15, rbx",
-    "test byte ptr [rip + 90f + 184], 1",
+    "mov rbp, [rbx - 128 + 16]",
+    "mov r15, [rbx - 128 + 32]",
+    "sub r15, rbp",
+    "test byte ptr [rbx - 128 + 184], 1",
     "jz 8f",
     // mprotect(base, data - base, PROT_READ | PROT_EXEC)
     "mov eax, 10",
-    "mov rdi, rbx",
+    "mov rdi, rbp",
     "mov rsi, r15",
     "mov edx, 5",
     "syscall",
@@ -198,12 +203,12 @@ core::arch::global_asm!(
     // No memory may become executable here (MemoryDenyWriteExecute= of systemd). A file may be mapped so. The program's
     // table of descriptors never shows it.
     "8:",
-    "test byte ptr [rip + 90f + 184], 2",
+    "test byte ptr [rbx - 128 + 184], 2",
     "jz 7f",
     // close_range(0, ~0, CLOSE_RANGE_UNSHARE)
     "mov eax, 436",
     "xor edi, edi",
-    "mov esi, -1",
+    "or esi, -1",
     "mov edx, 2",
     "syscall",
     "test rax, rax",
@@ -219,21 +224,21 @@ core::arch::global_asm!(
     // write(file, base, data - base)
     "mov eax, 1",
     "mov rdi, r14",
-    "mov rsi, rbx",
+    "mov rsi, rbp",
     "mov rdx, r15",
     "syscall",
     "cmp rax, r15",
     "jne 7f",
     // mmap(base, data - base, PROT_READ | PROT_EXEC, MAP_PRIVATE | MAP_FIXED, file, 0)
     "mov eax, 9",
-    "mov rdi, rbx",
+    "mov rdi, rbp",
     "mov rsi, r15",
     "mov edx, 5",
     "mov r10d, 0x12",
     "mov r8, r14",
     "xor r9d, r9d",
     "syscall",
-    "cmp rax, rbx",
+    "cmp rax, rbp",
     "jne 7f",
     // close(file)
     "mov eax, 3",
@@ -242,11 +247,11 @@ core::arch::global_asm!(
     "9:",
     "mov rdi, r12",
     "xor ebp, ebp",
-    "call qword ptr [rip + 90f + 64]",
+    "call qword ptr [rbx - 128 + 64]",
     "ud2",
     "7:",
-    "mov rdi, [rip + 90f + 16]",
-    "mov rsi, [rip + 90f + 24]",
+    "mov rdi, [rbx - 128 + 16]",
+    "mov rsi, [rbx - 128 + 24]",
     // munmap(rdi, rsi), exit(0): the agent comes here, too, when it leaves.
     "pagefold_borrow_leave:",
     "mov eax, 11",
@@ -286,7 +291,7 @@ fn instructions() -> &'static [u8] {
     &[]
 }
 
-/// Length of instructions and words.
+/// Length of instructions and words. As short as can be: kernels leave some 900 bytes in their page of code.
 pub fn len() -> usize {
     instructions().len() + size_of::<Words>()
 }
@@ -336,4 +341,13 @@ pub fn code(words: &Words) -> Vec<u8> {
 /// The addresses that the instructions take from `at` on.
 pub fn range(at: u64) -> Range {
     Range { start: at, end: at + len() as u64 }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    #[test]
+    fn the_instructions_fit_where_kernels_leave_room() {
+        // Debian's 7.3 leaves 911 bytes; room to find them at a multiple of 16, and a margin before them.
+        assert!(super::len() + 16 + 16 <= 911, "{} bytes", super::len());
+    }
 }

@@ -12,7 +12,7 @@ const GAP: u64 = 64 << 10;
 const HIGHEST: u64 = 0x7000_0000_0000;
 
 /// Instructions begin at a multiple of this.
-const ALIGN: u64 = 64;
+const ALIGN: u64 = 16;
 
 /// The memory of a process.
 #[derive(Debug)]
@@ -95,7 +95,7 @@ pub fn unused_code(memory: &Memory, maps: &[OwnedMap], len: usize) -> Option<u64
     code_mappings(maps).find_map(|map| {
         // A margin of zeros stays before it: the last instruction may have zeros as its operand.
         let start = (map.range.end - len as u64) & !(ALIGN - 1);
-        let margin = 64;
+        let margin = 16;
         let mut bytes = vec![0; (map.range.end - start) as usize + margin];
         memory.read(start - margin as u64, &mut bytes).ok()?;
         bytes.iter().all(|byte| *byte == 0).then_some(start)

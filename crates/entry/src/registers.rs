@@ -50,6 +50,7 @@ mod architecture {
             rcx: registers.rcx,
             r11: registers.r11,
             rip,
+            rbx: registers.rbx,
             ..purpose
         }
     }
