@@ -10,22 +10,20 @@ pub fn trim() {
     }
 }
 
-/// Gives each allocation from `LARGE` up a mapping of its own, from now on and for the whole process.
+/// Gives each allocation from 4 MiB up a mapping of its own, from now on and for the whole process. What a request reads or
+/// writes is smaller: a mapping for each of those would cost more than it saves.
 ///
 /// The C library does so by itself from 128 KiB up, until the first such allocation is freed: from then on it takes
 /// allocations of that size from the heap, for good. A zeroed buffer of the heap is written where the heap was used before,
 /// and then has memory for all of its length. Each thread of a FUSE session has such a buffer of 16 MiB, and touches as much
 /// of it as the largest request has.
 pub fn map_large_allocations() {
-    /// Larger than what a request reads or writes: a mapping for each of those would cost more than it saves.
     #[cfg(target_env = "gnu")]
-    const LARGE: i32 = 4 << 20;
     // SAFETY: it sets two numbers of the allocator.
-    #[cfg(target_env = "gnu")]
     unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE);
-        // The C library's own proportion, for what the heap keeps at its end.
-        libc::mallopt(libc::M_TRIM_THRESHOLD, 2 * LARGE);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 4 << 20);
+        // Twice that may stay at the heap's end, which is the C library's own proportion.
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 8 << 20);
     }
 }
 
